@@ -1,0 +1,102 @@
+"""All ranks agree before any of them communicates, so that a bad call is one clear error on every rank.
+
+One small all_gather of fixed length carries a fingerprint of what must be equal and the few numbers that may differ. Only
+when something is wrong does a second exchange follow, with each rank's own words, and every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.distributed_c10d import ProcessGroup
+from unisono.collectives.groups import Ranks, backend_for, process_group, small_message_device
+from unisono.collectives.wire import small_all_gather
+
+_HEADER = 16  # int64 each: one message, whatever the call
+_FIXED = 3  # has a problem, fingerprint, how many numbers
+_WORDS = 2048  # bytes of each rank's words in an error
+
+
+class MismatchError(ValueError):
+    """The ranks made calls that do not belong together, or one of them made a bad one. Raised alike on every rank."""
+
+
+def agree(
+    function: str,
+    ranks: Ranks,
+    *,
+    same: object,
+    numbers: Sequence[int],
+    words: Callable[[], str],
+    device: torch.device | None,
+    rule: str,
+    problem: str = "",
+) -> list[list[int]]:
+    """Every rank's `numbers`, once all ranks have the same `same` and none has a `problem`.
+
+    `words` says what this rank called; it and `rule` (what would be right) are only used for the error.
+    """
+    if ranks.size == 1:
+        if problem:
+            raise MismatchError(f"{function}: {problem}")
+        return [list(numbers)]
+    pg = process_group(ranks)
+    where = small_message_device(pg, device)
+    if backend_for(where, pg) == "fake":  # a simulation: every rank is taken to do as this one does
+        if problem:
+            raise MismatchError(f"{function}: {problem}")
+        return [list(numbers)] * ranks.size
+
+    room = _HEADER - _FIXED
+    head = [int(bool(problem)), _fingerprint(same), len(numbers), *numbers[:room]]
+    head += [0] * (_HEADER - len(head))
+    table = small_all_gather(torch.tensor(head, dtype=torch.int64, device=where), pg).tolist()
+    if any(row[0] for row in table) or any(row[1] != head[1] for row in table):
+        faulty = [bool(row[0]) for row in table]
+        raise MismatchError(_explain(function, problem or words(), rule, faulty, where, pg))
+
+    longest = max(row[2] for row in table)
+    if longest > room:
+        rest = torch.zeros(longest - room, dtype=torch.int64)
+        if len(numbers) > room:
+            rest[: len(numbers) - room] = torch.tensor(numbers[room:])
+        rests = small_all_gather(rest.to(where), pg).tolist()
+        table = [row + more for row, more in zip(table, rests, strict=True)]
+    return [row[_FIXED : _FIXED + row[2]] for row in table]
+
+
+def _fingerprint(same: object) -> int:
+    digest = hashlib.blake2b(repr(same).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _explain(function: str, words: str, rule: str, faulty: list[bool], where: torch.device, pg: ProcessGroup) -> str:
+    encoded = words.encode()[:_WORDS]
+    message = torch.zeros(_WORDS, dtype=torch.uint8)
+    message[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    rows = small_all_gather(message.to(where), pg).cpu()
+    by_words: dict[str, list[int]] = {}
+    for rank, row in enumerate(rows):
+        by_words.setdefault(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace"), []).append(rank)
+
+    if any(faulty):
+        headline = f"{function}: a bad call on {_name([rank for rank, bad in enumerate(faulty) if bad])}"
+        closing = ""
+    else:
+        headline, closing = f"{function}: the ranks disagree", f"\n{rule}"
+    lines = "".join(f"\n  {_name(group)}: {text}" for text, group in by_words.items())
+    return f"{headline} (group {pg.group_name!r} of {pg.size()}){lines}{closing}"
+
+
+def _name(ranks: list[int]) -> str:
+    """'rank 3', 'ranks 0-2, 5'."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -1,0 +1,114 @@
+"""`with checked():` every collective first makes sure that all ranks mean the same one.
+
+Costs one small exchange a call, forward and backward: for finding a fault and for tests, not for the long run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from unisono.collectives.agreement import agree
+
+if TYPE_CHECKING:
+    from unisono.collectives.linear import Linear
+
+_PACKAGE = str(Path(__file__).parent)
+_mode: ContextVar[str] = ContextVar("unisono_check", default="")  # "", "calls" or "sites"
+_calls_made: dict[str, int] = {}  # by group name; the sequence number is what finds a skipped call
+
+
+@contextmanager
+def checked(*, call_sites: bool = True) -> Iterator[None]:
+    """Inside, every collective of this package first agrees on its sequence number, function, place in the source,
+    dtype, shapes, splits and reduction; a mismatch raises the same MismatchError on all ranks instead of giving
+    garbage, an abort or a hang. Backward passes of what was called inside are checked too. Enter it on all ranks.
+
+    UNISONO_CHECK=1 in the environment does the same for a whole run. `call_sites=False` (UNISONO_CHECK=calls) leaves the
+    place out, for programs whose ranks make one call from different lines.
+
+    Example:
+        >>> import torch
+        >>> from unisono.collectives import all_reduce, checked
+        >>> with checked():
+        ...     all_reduce(torch.ones(2))
+        tensor([1., 1.])
+    """
+    token = _mode.set("sites" if call_sites else "calls")
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def checking() -> bool:
+    return bool(_current_mode())
+
+
+def call_site() -> str:
+    """Where the user called from, when checking; otherwise empty, which costs nothing."""
+    mode = _current_mode()
+    if not mode:
+        return ""
+    return user_frame() if mode == "sites" else "(any place)"
+
+
+def user_frame() -> str:
+    """The innermost line outside this package and torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        path = frame.f_code.co_filename
+        inside = path.startswith(_PACKAGE) and not path.startswith(os.path.join(_PACKAGE, "testing"))
+        if not inside and f"{os.sep}torch{os.sep}" not in path:
+            break
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def verify(x: Tensor, plan: Linear) -> None:
+    """Agree that every rank is about to run `plan`, and that its splits fit those of the others."""
+    ranks = plan.ranks
+    number = _calls_made[ranks.name] = _calls_made.get(ranks.name, 0) + 1
+    kind = plan.kind.removesuffix("_own")  # a named gradient changes the backward, not what travels now
+    by_rows = kind in ("all_gather", "reduce_scatter", "all_to_all")
+    common = {"all_gather": plan.receive, "reduce_scatter": plan.send}.get(kind, ())
+    shape = tuple(x.shape[1:]) if by_rows else tuple(x.shape)
+    expected = sum(plan.send) if by_rows else x.shape[0]
+    problem = f"{plan.call}: got {x.shape[0]} rows for splits {plan.send}" if x.shape[0] != expected else ""
+    same = (number, plan.call, kind, plan.root, str(x.dtype), shape, common, plan.site)
+    splits = [*plan.send, *plan.receive] if kind == "all_to_all" else []
+
+    def words() -> str:
+        parts = f", sends rows {plan.send}, receives {plan.receive}" if by_rows else ""
+        return f"call #{number}, {plan.call}, {describe(x)}{parts}, at {plan.site}"
+
+    rule = "With checked(), all ranks must make the same calls in the same order with the same dtype and shapes."
+    table = agree(plan.call, ranks, same=same, numbers=splits, words=words, device=x.device, rule=rule, problem=problem)
+    if splits:
+        size = ranks.size
+        wrong = [(a, b) for a in range(size) for b in range(size) if table[a][b] != table[b][size + a]]
+        complaint = "; ".join(
+            f"rank {a} sends {table[a][b]} rows to rank {b}, which expects {table[b][size + a]}" for a, b in wrong[:8]
+        )
+        agree(plan.call, ranks, same=(), numbers=(), words=words, device=x.device, rule=rule, problem=complaint)
+
+
+def describe(x: object) -> str:
+    """'float32[4, 8]'."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def _current_mode() -> str:
+    mode = _mode.get()
+    if mode:
+        return mode
+    setting = os.environ.get("UNISONO_CHECK", "")
+    return "" if setting in ("", "0") else "calls" if setting == "calls" else "sites"

@@ -1,0 +1,76 @@
+"""Which ranks take part: one argument, `group`, for every function of this package."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group as _by_name  # type: ignore[attr-defined]
+
+Group: TypeAlias = ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
+"""None (the default group), a ProcessGroup, a 1-D DeviceMesh, or (mesh, dimension name)."""
+
+
+class Ranks(NamedTuple):
+    """The ranks of one call: plain values, so that they survive torch.compile and its caches.
+
+    `rank` counts within the group. `name` is empty when no process group is initialised: then there is one rank.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+
+def resolve(group: Group) -> Ranks:
+    """The ranks that `group` stands for; one rank where nothing was initialised."""
+    if group is None:
+        if not dist.is_initialized():
+            return Ranks("", 0, 1)
+        group = dist.group.WORLD
+    elif isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names} is ambiguous; "
+                "pass (mesh, dimension name) or a 1-D mesh"
+            )
+        group = group.get_group()
+    elif isinstance(group, tuple):
+        mesh, name = group
+        group = mesh.get_group(name)
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            "group: expected None, a ProcessGroup that this rank belongs to, a 1-D DeviceMesh or (mesh, dimension name), "
+            f"got {group!r}"
+        )
+    return Ranks(group.group_name, group.rank(), group.size())
+
+
+def process_group(ranks: Ranks) -> ProcessGroup:
+    return group_named(ranks.name)
+
+
+def group_named(name: str) -> ProcessGroup:
+    pg: ProcessGroup = _by_name(name)
+    return pg
+
+
+def backend_for(device: torch.device, pg: ProcessGroup) -> str:
+    """The backend that moves tensors of `device`: one group may have one for CPUs and another for GPUs."""
+    return str(pg._get_backend(device).name()).lower()
+
+
+def small_message_device(pg: ProcessGroup, fallback: torch.device | None) -> torch.device:
+    """Where a few integers travel best: the CPU if the group has a CPU backend, for then no GPU has to be waited for."""
+    kinds = {device.type for device in pg._device_types}
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    if fallback is not None and fallback.type in kinds:
+        return fallback
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        raise RuntimeError(f"group {pg.group_name}: its backends serve {sorted(kinds)}, none of which is available here")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -1,0 +1,165 @@
+"""Sums, means, extremes and products over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from unisono.collectives.checking import call_site, checking
+from unisono.collectives.gathers import gather
+from unisono.collectives.groups import Group, Ranks, resolve
+from unisono.collectives.linear import Linear, apply
+from unisono.collectives.options import one_of, rank_of
+from unisono.collectives.sizes import (
+    balanced,
+    complaint,
+    exchange,
+    from_rows,
+    join_graph,
+    length_of,
+    refuse,
+    size_complaint,
+    to_rows,
+)
+
+ReduceOp = Literal["sum", "avg", "max", "min", "product"]
+ReduceGrad = Literal["sum", "identity"]
+GradReduce = Literal["mean", "sum"]
+
+
+def all_reduce(x: Tensor, op: ReduceOp = "sum", *, grad: ReduceGrad = "sum", group: Group = None) -> Tensor:
+    """Reduce `x` elementwise over the ranks; every rank gets the result. All ranks pass the same shape and dtype.
+
+    Backward: grad="sum" gives the true adjoint. The gradients of all ranks are added and then pass through the derivative
+    of `op` as torch has it for one tensor: ties of max and min share, zeros in a product are exact. grad="identity" (for
+    op="sum") hands each rank its own gradient without communication, as if the other ranks' data were constants: use it
+    when every rank computes the same loss, as tensor parallelism does. All ranks must run the backward.
+
+    Example, 2 ranks holding [1.] and [2.]:
+        all_reduce(x)  ->  [3.] on both;  all_reduce(x, "max")  ->  [2.] on both
+    """
+    ranks = resolve(group)
+    check_op("all_reduce", op, x)
+    one_of("all_reduce", "grad", grad, ("sum", "identity"))
+    if grad == "identity" and op != "sum":
+        raise ValueError(f"all_reduce: grad='identity' goes with op='sum', not with op={op!r}")
+    call = f"all_reduce(op={op!r}, grad={grad!r})"
+    rows = x.reshape(1) if x.ndim == 0 else x
+    if op in ("sum", "avg"):
+        plan = Linear("all_reduce_own" if grad == "identity" else "all_reduce", ranks, call=call, site=call_site())
+        total = apply(rows, plan)
+        return (total / ranks.size if op == "avg" else total).reshape(x.shape)
+    # Each rank reduces its share of the elements and all gather the shares: the traffic of an all_reduce, and torch's
+    # own derivative of `op`, to any order.
+    shares = balanced(x.numel(), ranks.size)
+    own = _reduce_rows(rows.reshape(-1), shares, op, ranks, call)
+    plan = Linear("all_gather", ranks, send=(shares[ranks.rank],), receive=shares, call=call, site=call_site())
+    return apply(own, plan).reshape(x.shape)
+
+
+def reduce(x: Tensor, op: ReduceOp = "sum", *, root: int = 0, group: Group = None) -> Tensor:
+    """Reduce `x` elementwise over the ranks onto rank `root` of the group; the other ranks get zeros.
+
+    Backward: the gradient of `root` goes to all ranks and through the derivative of `op`, as in all_reduce. Every rank
+    must run it, through the zeros on ranks other than `root`.
+
+    Example, 2 ranks holding [1.] and [2.]:
+        reduce(x)  ->  [3.] on rank 0, [0.] on rank 1
+    """
+    ranks = resolve(group)
+    check_op("reduce", op, x)
+    root = rank_of("reduce", "root", root, ranks)
+    call = f"reduce(op={op!r}, root={root})"
+    rows = x.reshape(1) if x.ndim == 0 else x
+    if op in ("sum", "avg"):
+        total = apply(rows, Linear("reduce", ranks, root=root, call=call, site=call_site()))
+        return (total / ranks.size if op == "avg" else total).reshape(x.shape)
+    shares = balanced(x.numel(), ranks.size)
+    result = gather(_reduce_rows(rows.reshape(-1), shares, op, ranks, call), root=root, sizes=shares, group=group)
+    if ranks.rank != root:
+        result = x.new_zeros(x.shape) + result.sum(dtype=x.dtype)  # the sum of nothing: zeros that keep the graph
+    return result.reshape(x.shape)
+
+
+def reduce_scatter(
+    x: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None, op: ReduceOp = "sum", group: Group = None
+) -> Tensor:
+    """Reduce `x` elementwise over the ranks, split the result along `dim`, and give every rank its part.
+
+    `sizes`: the length of each rank's part, which may be uneven; otherwise as even as it goes, and one small exchange makes
+    sure that all ranks pass the same shape and dtype.
+
+    Backward: all_gather, then the derivative of `op`, as in all_reduce. All ranks must run it.
+
+    Example, 2 ranks holding [1., 2.] and [3., 4.]:
+        reduce_scatter(x)  ->  [4.] on rank 0, [6.] on rank 1
+    """
+    name, ranks = "reduce_scatter", resolve(group)
+    check_op(name, op, x)
+    problem = complaint(x, dim) or ("x: a scalar cannot be split" if x.ndim == 0 else "")
+    problem = problem or size_complaint("sizes", sizes if sizes is not None else [0] * ranks.size, ranks)
+    shares = () if problem else balanced(length_of(x, dim), ranks.size) if sizes is None else tuple(sizes)
+    if not problem and sum(shares) != length_of(x, dim):
+        problem = f"sizes={shares} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
+    if sizes is None or (not torch.compiler.is_compiling() and checking()):
+        full = () if problem else tuple(x.shape)  # unlike a gather's, this shape is the same on every rank
+        x = join_graph(x, exchange(name, x, dim, ranks, problem=problem, same=(op, *full)))
+    refuse(name, problem, ranks)
+    return from_rows(_reduce_rows(to_rows(x, dim), shares, op, ranks, f"{name}(op={op!r})"), dim)
+
+
+def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradReduce = "mean", group: Group = None) -> Tensor:
+    """The mean of `x` over the whole global batch, the same on every rank, however unevenly the batch is split.
+
+    `x` has one or more values for each local sample, samples first; `weights` is of the same shape, or one for each sample.
+    With them, sum(weights * x) / sum(weights) over all ranks. A batch that is empty everywhere gives NaN, as torch's does.
+
+    Backward: call it on the result on every rank. With grad_reduce="mean" the gradients are right once they are averaged
+    over the ranks, as DDP and FSDP do; with "sum", once they are added.
+
+    Example, 2 ranks holding [1.] and [2., 6.]:
+        global_mean(x)  ->  3. on both (the mean of the local means would be 2.5)
+    """
+    one_of("global_mean", "grad_reduce", grad_reduce, ("mean", "sum"))
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"global_mean: x must be floating point or complex, got {x.dtype}")
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    if weights is None:
+        total, count = x.sum(dtype=wide), x.new_full((), x.numel(), dtype=wide)
+    else:
+        if weights.shape not in (x.shape, x.shape[:1]):
+            raise ValueError(
+                f"global_mean: weights of shape {tuple(weights.shape)} fit neither x of shape {tuple(x.shape)} nor its samples"
+            )
+        weights = weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim)).expand_as(x)
+        total, count = (x * weights).sum(dtype=wide), weights.sum(dtype=wide)
+    # With the same loss on every rank, the true adjoint counts each gradient once for every rank: what averaging undoes.
+    both = all_reduce(torch.stack([total, count]), grad="sum" if grad_reduce == "mean" else "identity", group=group)
+    return (both[0] / both[1]).to(x.dtype)
+
+
+def check_op(function: str, op: str, x: Tensor) -> None:
+    one_of(function, "op", op, ("sum", "avg", "max", "min", "product"))
+    floating = x.is_floating_point() or x.is_complex()
+    if op == "avg" and not floating:
+        raise TypeError(f"{function}: op='avg' needs a floating point or complex tensor, got {x.dtype}")
+    if op in ("max", "min") and x.is_complex():
+        raise TypeError(f"{function}: op={op!r} needs an ordered dtype, got {x.dtype}")
+    if x.is_floating_point() and x.dtype.itemsize == 1:
+        raise TypeError(f"{function}: {x.dtype} can be moved but not reduced; convert it first, to bfloat16 for instance")
+
+
+def _reduce_rows(rows: Tensor, shares: tuple[int, ...], op: str, ranks: Ranks, call: str) -> Tensor:
+    """This rank's share of the rows, reduced over the ranks."""
+    own = shares[ranks.rank]
+    if op in ("sum", "avg"):
+        total = apply(rows, Linear("reduce_scatter", ranks, send=shares, receive=(own,), call=call, site=call_site()))
+        return total / ranks.size if op == "avg" else total
+    from_each = (own,) * ranks.size
+    blocks = apply(rows, Linear("all_to_all", ranks, send=shares, receive=from_each, call=call, site=call_site()))
+    blocks = blocks.reshape(ranks.size, own, *rows.shape[1:])
+    if op == "product":
+        return blocks.prod(0, dtype=rows.dtype)
+    return blocks.amax(0) if op == "max" else blocks.amin(0)

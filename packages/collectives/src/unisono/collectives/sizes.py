@@ -1,0 +1,149 @@
+"""How a dimension is divided over the ranks: asked for in one exchange, or given and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._library.effects import EffectType
+from unisono.collectives.agreement import agree
+from unisono.collectives.checking import checking, describe, user_frame
+from unisono.collectives.groups import Group, Ranks, resolve
+
+
+def exchange_sizes(x: Tensor, dim: int = 0, *, group: Group = None) -> tuple[int, ...]:
+    """How long `x` is along `dim` on each rank, in rank order.
+
+    Give the result as `sizes=` to spare later calls the exchange. All ranks must have the same dtype and the same other
+    dimensions; if not, all of them raise the same MismatchError.
+
+    Example, 2 ranks holding 3 and 5 rows:
+        exchange_sizes(x)  ->  (3, 5) on both
+    """
+    return lengths_of(exchange("exchange_sizes", x, dim, resolve(group)))
+
+
+def balanced(length: int, parts: int) -> tuple[int, ...]:
+    """`length` divided as evenly as it goes, longer parts first: as torch.tensor_split does."""
+    return tuple(length // parts + (part < length % parts) for part in range(parts))
+
+
+def only(rank: int, rows: int, ranks: Ranks) -> tuple[int, ...]:
+    """`rows` for one rank, none for the others."""
+    return tuple(rows if r == rank else 0 for r in range(ranks.size))
+
+
+def to_rows(x: Tensor, dim: int) -> Tensor:
+    """`dim` first; a scalar is one row."""
+    return x.reshape(1) if x.ndim == 0 else x.movedim(dim, 0)
+
+
+def from_rows(rows: Tensor, dim: int) -> Tensor:
+    """The inverse of `to_rows`, with the memory layout that torch.cat would give."""
+    return rows if rows.ndim <= 1 or dim % rows.ndim == 0 else rows.movedim(0, dim).contiguous()
+
+
+def length_of(x: Tensor, dim: int) -> int:
+    return x.shape[dim] if x.ndim else 1
+
+
+def complaint(x: object, dim: int) -> str:
+    """What is wrong with the pair, or nothing."""
+    if not isinstance(x, Tensor):
+        return f"x: expected a Tensor, got {type(x).__name__}"
+    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
+        return f"dim={dim} is out of range for x of shape {tuple(x.shape)}"
+    return ""
+
+
+def size_complaint(name: str, sizes: Sequence[int], ranks: Ranks) -> str:
+    if len(sizes) != ranks.size or any(size < 0 for size in sizes):
+        return f"{name}={tuple(sizes)} must be {ranks.size} lengths, one for each rank"
+    return ""
+
+
+def refuse(function: str, problem: str, ranks: Ranks) -> None:
+    """Raise for a problem that only this rank may know of."""
+    if problem:
+        raise ValueError(
+            f"{function}: {problem} (rank {ranks.rank} of {ranks.size}; with sizes given the ranks do not consult, "
+            "so the others may wait for this one: run with UNISONO_CHECK=1 to have all of them raise this)"
+        )
+
+
+def settle_sizes(
+    function: str, x: Tensor, dim: int, sizes: Sequence[int] | None, ranks: Ranks
+) -> tuple[Tensor, tuple[int, ...]]:
+    """`x` (now part of the graph if that of any rank is) and every rank's length along `dim`."""
+    if sizes is None:
+        table = exchange(function, x, dim, ranks)
+        return join_graph(x, table), lengths_of(table)
+    problem = complaint(x, dim) or size_complaint("sizes", sizes, ranks)
+    if not problem and length_of(x, dim) != sizes[ranks.rank]:
+        problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} along dim {dim}, but x has shape {tuple(x.shape)}"
+    if not torch.compiler.is_compiling() and checking():
+        exchange(function, x, dim, ranks, problem=problem, same=tuple(sizes))
+    refuse(function, problem, ranks)
+    return x, tuple(sizes)
+
+
+def exchange(
+    function: str,
+    x: Tensor,
+    dim: int,
+    ranks: Ranks,
+    *,
+    extra: Sequence[int] = (),
+    problem: str = "",
+    same: tuple[object, ...] = (),
+) -> list[list[int]]:
+    """From every rank: its length along `dim`, whether it needs a gradient, and `extra`."""
+    if torch.compiler.is_compiling():
+        refuse(function, problem or complaint(x, dim), ranks)
+        asked: list[list[int]] = _op(x, dim, length_of(x, dim), extra, function, ranks.name, ranks.rank, ranks.size).tolist()
+        return asked
+
+    problem = problem or complaint(x, dim)
+    dim = dim if problem else dim % max(x.ndim, 1)
+    others = () if problem else (str(x.dtype), x.ndim, *x.shape[:dim], *x.shape[dim + 1 :])
+    mine = (0, 0) if problem else (length_of(x, dim), x.requires_grad and torch.is_grad_enabled())
+    return agree(
+        function,
+        ranks,
+        same=(function, dim, *others, *same),
+        numbers=(*mine, *extra),
+        words=lambda: f"{function}({describe(x)}, dim={dim}) at {user_frame()}",
+        device=getattr(x, "device", None),
+        rule=f"All ranks must make the same call; dtype and every dimension but {dim} must be the same.",
+        problem=problem,
+    )
+
+
+def lengths_of(table: list[list[int]]) -> tuple[int, ...]:
+    lengths = tuple(row[0] for row in table)
+    if torch.compiler.is_compiling():
+        for length in lengths:
+            torch._check(length >= 0)
+    return lengths
+
+
+def join_graph(x: Tensor, table: list[list[int]]) -> Tensor:
+    """If some rank's input needs a gradient, this rank's output must lead to a backward too, or that rank would wait."""
+    if torch.compiler.is_compiling() or x.requires_grad or not torch.is_grad_enabled():
+        return x
+    differentiable = x.is_floating_point() or x.is_complex()
+    return x.detach().requires_grad_() if differentiable and any(row[1] for row in table) else x
+
+
+@torch.library.custom_op("unisono_collectives::exchange", mutates_args=())
+def _op(x: Tensor, dim: int, length: int, extra: Sequence[int], function: str, group: str, rank: int, size: int) -> Tensor:
+    return torch.tensor(exchange(function, x, dim, Ranks(group, rank, size), extra=extra))
+
+
+@_op.register_fake
+def _(x: Tensor, dim: int, length: int, extra: Sequence[int], function: str, group: str, rank: int, size: int) -> Tensor:
+    return torch.empty((size, 2 + len(extra)), dtype=torch.int64, device="cpu")
+
+
+_op.register_effect(EffectType.ORDERED)

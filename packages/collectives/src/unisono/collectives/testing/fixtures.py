@@ -1,0 +1,22 @@
+"""pytest fixtures. In conftest.py: pytest_plugins = ["unisono.collectives.testing.fixtures"]"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from unisono.collectives.testing.pool import close_pools, run_ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[..., list[Any]]]:
+    """`run_ranks`, with its processes ended when the session is."""
+    yield run_ranks
+    close_pools()
+
+
+@pytest.fixture(params=[1, 2, 3, 4], ids="world{}".format)
+def world_size(request: pytest.FixtureRequest) -> int:
+    """1, 2, 3 and 4: the test runs once for each."""
+    return int(request.param)

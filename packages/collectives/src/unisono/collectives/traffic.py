@@ -1,0 +1,193 @@
+"""How many bytes a piece of code sends: DDP's, FSDP's and anybody's collectives as well as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unisono.collectives.groups import group_named
+
+
+@dataclass
+class OpTraffic:
+    calls: int = 0
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass
+class Traffic:
+    """Bytes that left and reached this rank, by op. Filled while the block of `count_bytes` runs."""
+
+    by_op: dict[str, OpTraffic] = field(default_factory=dict)
+
+    @property
+    def sent(self) -> int:
+        return sum(op.sent for op in self.by_op.values())
+
+    @property
+    def received(self) -> int:
+        return sum(op.received for op in self.by_op.values())
+
+    @property
+    def calls(self) -> int:
+        return sum(op.calls for op in self.by_op.values())
+
+    def __str__(self) -> str:
+        rows = [f"{'collective':<24}{'calls':>8}{'bytes sent':>16}{'bytes received':>16}"]
+        for name, op in sorted(self.by_op.items()):
+            rows.append(f"{name:<24}{op.calls:>8,}{op.sent:>16,}{op.received:>16,}")
+        rows.append(f"{'total':<24}{self.calls:>8,}{self.sent:>16,}{self.received:>16,}")
+        return "\n".join(rows)
+
+
+@contextmanager
+def count_bytes() -> Iterator[Traffic]:
+    """Count the payload of every collective that torch.distributed runs inside, forward and backward.
+
+    Counted is what has to leave and reach this rank, own data excluded, if ranks exchange directly: a gather sends the
+    own part to every other rank, an all_reduce is a reduce_scatter and an all_gather of 1/size each. Backends may route
+    the same payload through more hops. Code under torch.compile is not seen. Works on fake tensors and the fake process
+    group, so one process can tell what a rank of 4,096 would send.
+
+    Example:
+        >>> import torch
+        >>> from unisono.collectives import all_reduce, count_bytes
+        >>> with count_bytes() as traffic:
+        ...     _ = all_reduce(torch.ones(1000))
+        >>> traffic.sent  # there is only one rank here
+        0
+    """
+    traffic = Traffic()
+    with _Counter(traffic):
+        yield traffic
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self.traffic = traffic
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional") and (rule := _RULES.get(name.strip("_"))):
+            public_name, count = rule
+            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            op = self.traffic.by_op.setdefault(public_name, OpTraffic())
+            op.calls += 1
+            for direction, bytes_moved in count(_Call(given, result)).items():
+                setattr(op, direction, getattr(op, direction) + bytes_moved)
+        return result
+
+
+class _Call:
+    """One call of a c10d op: what every rule needs to know of it."""
+
+    def __init__(self, given: dict[str, Any], result: Any) -> None:
+        self.given = given
+        group = given["group_name"] if "group_name" in given else given["process_group"]
+        if isinstance(group, str):
+            group = group_named(group)
+        elif not isinstance(group, ProcessGroup):
+            group = ProcessGroup.unbox(group)
+        self.rank, self.others, self.size = group.rank(), group.size() - 1, group.size()
+        self.input: Any = self._first("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensors", "tensor")
+        self.output: Any = self._first("output", "outputs", "output_tensor", "output_tensors", "output_lists")
+        self.output = result if self.output is None else self.output
+        self.is_root = self.rank == given.get("root_rank", given.get("src"))
+
+    def _first(self, *names: str) -> Any:
+        return next((self.given[name] for name in names if name in self.given), None)
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor))
+
+
+def _gathered(call: _Call) -> dict[str, int]:
+    own = _bytes(call.input)
+    return {"sent": own * call.others, "received": _bytes(call.output) - own}
+
+
+def _reduce_scattered(call: _Call) -> dict[str, int]:
+    own = _bytes(call.output)
+    return {"sent": _bytes(call.input) - own, "received": own * call.others}
+
+
+def _all_reduced(call: _Call) -> dict[str, int]:
+    moved = 2 * _bytes(call.input) * call.others // call.size
+    return {"sent": moved, "received": moved}
+
+
+def _broadcast(call: _Call) -> dict[str, int]:
+    whole = _bytes(call.input)
+    return {"sent": whole * call.others} if call.is_root else {"received": whole}
+
+
+def _reduced(call: _Call) -> dict[str, int]:
+    whole = _bytes(call.input)
+    return {"received": whole * call.others} if call.is_root else {"sent": whole}
+
+
+def _collected(call: _Call) -> dict[str, int]:
+    own = _bytes(call.input)
+    return {"received": _bytes(call.output) - own} if call.is_root else {"sent": own}
+
+
+def _dealt(call: _Call) -> dict[str, int]:
+    own = _bytes(call.output)
+    return {"sent": _bytes(call.input) - own} if call.is_root else {"received": own}
+
+
+def _exchanged_rows(call: _Call) -> dict[str, int]:
+    def without_own(whole: Tensor, splits: list[int]) -> int:
+        rows = splits or [whole.shape[0] // call.size] * call.size
+        return (sum(rows) - rows[call.rank]) * (_bytes(whole) // max(sum(rows), 1))
+
+    send, receive = call.given["input_split_sizes"], call.given["output_split_sizes"]
+    return {"sent": without_own(call.input, send), "received": without_own(call.output, receive)}
+
+
+def _exchanged_list(call: _Call) -> dict[str, int]:
+    own = _bytes(call.input[call.rank])
+    return {"sent": _bytes(call.input) - own, "received": _bytes(call.output) - own}
+
+
+# c10d op, without underscores around it -> (name shown, rule). What is not here moves no payload.
+_RULES: dict[str, tuple[str, Callable[[_Call], dict[str, int]]]] = {
+    "allgather": ("all_gather", _gathered),
+    "allgather_base": ("all_gather", _gathered),
+    "allgather_coalesced": ("all_gather", _gathered),
+    "allgather_into_tensor_coalesced": ("all_gather", _gathered),
+    "all_gather_into_tensor": ("all_gather", _gathered),
+    "all_gather_into_tensor_out": ("all_gather", _gathered),
+    "all_gather_into_tensor_coalesced": ("all_gather", _gathered),
+    "reduce_scatter": ("reduce_scatter", _reduce_scattered),
+    "reduce_scatter_base": ("reduce_scatter", _reduce_scattered),
+    "reduce_scatter_tensor": ("reduce_scatter", _reduce_scattered),
+    "reduce_scatter_tensor_out": ("reduce_scatter", _reduce_scattered),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _reduce_scattered),
+    "allreduce": ("all_reduce", _all_reduced),
+    "allreduce_coalesced": ("all_reduce", _all_reduced),
+    "all_reduce": ("all_reduce", _all_reduced),
+    "all_reduce_coalesced": ("all_reduce", _all_reduced),
+    "broadcast": ("broadcast", _broadcast),
+    "reduce": ("reduce", _reduced),
+    "gather": ("gather", _collected),
+    "scatter": ("scatter", _dealt),
+    "alltoall_base": ("all_to_all", _exchanged_rows),
+    "all_to_all_single": ("all_to_all", _exchanged_rows),
+    "alltoall": ("all_to_all", _exchanged_list),
+    "send": ("send", lambda call: {"sent": _bytes(call.input)}),
+    "recv": ("recv", lambda call: {"received": _bytes(call.input)}),
+}
