@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from unisono.collectives import all_reduce
 from unisono.collectives.testing import RanksFailed, gradcheck, run_ranks
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup
+
 from unisono.collectives.groups import Ranks, backend_for, process_group, small_message_device
 from unisono.collectives.wire import small_all_gather
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+
 from unisono.collectives.agreement import agree
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
 from unisono.collectives.agreement import agree
 from unisono.collectives.checking import call_site, checking, describe, user_frame
 from unisono.collectives.groups import Group, Ranks, process_group, resolve, small_message_device

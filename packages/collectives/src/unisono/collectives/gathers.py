@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeVar, overload
 
 from torch import Tensor
+
 from unisono.collectives.checking import call_site
 from unisono.collectives.groups import Group, resolve
 from unisono.collectives.linear import Linear, apply

@@ -54,7 +54,7 @@ def process_group(ranks: Ranks) -> ProcessGroup:
 
 
 def group_named(name: str) -> ProcessGroup:
-    pg: ProcessGroup = _by_name(name)
+    pg: ProcessGroup = _by_name(name)  # type: ignore[arg-type]
     return pg
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._library.effects import EffectType
 from torch.distributed.distributed_c10d import ProcessGroup
+
 from unisono.collectives import wire
 from unisono.collectives.checking import call_site, verify
 from unisono.collectives.groups import Ranks, process_group

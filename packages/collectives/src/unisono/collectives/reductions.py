@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
 from unisono.collectives.checking import call_site, checking
 from unisono.collectives.gathers import gather
 from unisono.collectives.groups import Group, Ranks, resolve

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
 from unisono.collectives.agreement import agree
 from unisono.collectives.checking import call_site, describe, user_frame
 from unisono.collectives.groups import Group, Ranks, resolve
@@ -35,7 +36,8 @@ def broadcast(x: Tensor, *, root: int = 0, group: Group = None) -> Tensor:
 def scatter(
     x: Tensor | None, dim: int = 0, *, root: int = 0, sizes: Sequence[int] | None = None, group: Group = None
 ) -> Tensor:
-    """Split `x` of rank `root` of the group along `dim` and give every rank its part. `x` is None on the other ranks.
+    """Split `x` of rank `root` of the group along `dim` and give every rank its part. `x` is None on the other ranks, or a
+    tensor of length zero along `dim`, which is a handle for second derivatives there.
 
     `sizes`: the length of each part, given on `root`; otherwise as even as it goes. The receivers learn sizes, shape and
     dtype in one small exchange. Under torch.compile the graph breaks here.
@@ -50,10 +52,11 @@ def scatter(
     facts = _tell(x, dim, root, sizes, ranks)
     dtype, on_cpu, ndim = _DTYPES[facts[0]], bool(facts[2]), facts[3]
     shape, lengths = facts[4 : 4 + ndim], tuple(facts[4 + ndim :])
-    if x is None:
+    if ranks.rank != root:
         shape[dim] = 0
         device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
-        x = torch.empty(shape, dtype=dtype, device=device)
+        x = torch.empty(shape, dtype=dtype, device=device) if x is None else x.to(dtype).reshape(shape)
+    assert x is not None  # _tell has seen to it
     x = join_graph(x, [facts])
     send = lengths if ranks.rank == root else (0,) * ranks.size
     receive = only(root, lengths[ranks.rank], ranks)
@@ -65,7 +68,10 @@ def _tell(x: Tensor | None, dim: int, root: int, sizes: Sequence[int] | None, ra
     """What the root has, on every rank: dtype, whether it needs a gradient, whether it is on the CPU, ndim, shape, sizes."""
     facts: list[int] = []
     if ranks.rank != root:
-        problem = "" if x is None else f"x must be None on every rank but root={root}, got {describe(x)}"
+        empty = x is None or (not complaint(x, dim) and x.ndim > 0 and x.shape[dim] == 0)
+        problem = (
+            "" if empty else f"x must be None (or of length 0 along dim {dim}) on ranks other than {root}, got {describe(x)}"
+        )
     elif x is None or x.ndim == 0:
         problem = f"x: expected a Tensor of at least one dimension on root={root}, got {describe(x)}"
     else:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch._library.effects import EffectType
+
 from unisono.collectives.agreement import agree
 from unisono.collectives.checking import checking, describe, user_frame
 from unisono.collectives.groups import Group, Ranks, resolve

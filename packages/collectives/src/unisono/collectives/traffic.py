@@ -72,7 +72,7 @@ def count_bytes() -> Iterator[Traffic]:
 
 class _Counter(TorchDispatchMode):
     def __init__(self, traffic: Traffic) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.traffic = traffic
 
     def __torch_dispatch__(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+
 from unisono.collectives.agreement import agree
 from unisono.collectives.checking import call_site, checking, describe, user_frame
 from unisono.collectives.groups import Ranks

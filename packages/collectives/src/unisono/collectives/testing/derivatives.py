@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
 from unisono.collectives.groups import Group, process_group, resolve
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from unisono.collectives.testing.pool import close_pools, run_ranks
 
 

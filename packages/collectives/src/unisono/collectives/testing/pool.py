@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
+
 from unisono.collectives.testing.worker import serve, stacks_file
 
 _GRACE = 2.0  # seconds the other ranks have to report, once one has failed
