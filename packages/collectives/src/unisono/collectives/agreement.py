@@ -74,21 +74,21 @@ def _fingerprint(same: object) -> int:
 
 
 def _explain(function: str, words: str, rule: str, faulty: list[bool], where: torch.device, pg: ProcessGroup) -> str:
-    encoded = words.encode()[:_WORDS]
+    """The same text on every rank: each one's words, under the function and the rule of the first rank at fault."""
+    encoded = "\n".join([function, rule, words]).encode()[:_WORDS]
     message = torch.zeros(_WORDS, dtype=torch.uint8)
     message[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     rows = small_all_gather(message.to(where), pg).cpu()
-    by_words: dict[str, list[int]] = {}
-    for rank, row in enumerate(rows):
-        by_words.setdefault(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace"), []).append(rank)
+    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace").split("\n", 2) for row in rows]
 
-    if any(faulty):
-        headline = f"{function}: a bad call on {_name([rank for rank, bad in enumerate(faulty) if bad])}"
-        closing = ""
-    else:
-        headline, closing = f"{function}: the ranks disagree", f"\n{rule}"
+    function, rule, _ = texts[faulty.index(True) if any(faulty) else 0]
+    what = f"a bad call on {_name([rank for rank, bad in enumerate(faulty) if bad])}" if any(faulty) else "the ranks disagree"
+    closing = "" if any(faulty) else f"\n{rule}"
+    by_words: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        by_words.setdefault(text[-1], []).append(rank)
     lines = "".join(f"\n  {_name(group)}: {text}" for text, group in by_words.items())
-    return f"{headline} (group {pg.group_name!r} of {pg.size()}){lines}{closing}"
+    return f"{function}: {what} (group {pg.group_name!r} of {pg.size()}){lines}{closing}"
 
 
 def _name(ranks: list[int]) -> str:
