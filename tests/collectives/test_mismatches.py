@@ -121,8 +121,8 @@ CHECKED: dict[str, tuple[Callable[[int], object], list[str]]] = {
         ["rank 0 sends 2 rows to rank 1, which expects 1"],
     ),
     "sizes that differ": (
-        in_checked(lambda r: all_gather(torch.ones(2), sizes=[2, 2 + 1 - r])),
-        ["promises"],
+        in_checked(lambda r: all_gather(torch.ones(2), sizes=[2, 3] if r == 0 else [2, 2])),
+        ["sizes=(2, 2)", "sizes=(2, 3)"],
     ),
     "wrong own size": (in_checked(lambda r: all_gather(torch.ones(2 + r), sizes=[2, 2])), ["rank 1: sizes=(2, 2) promises 2"]),
     "different backwards": (in_checked(mismatched_backward), ["backward of all_gather", "backward of all_reduce"]),

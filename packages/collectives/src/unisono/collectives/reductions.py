@@ -105,8 +105,8 @@ def reduce_scatter(
     if not problem and sum(shares) != length_of(x, dim):
         problem = f"sizes={shares} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
     if sizes is None or (not torch.compiler.is_compiling() and checking()):
-        full = () if problem else tuple(x.shape)  # unlike a gather's, this shape is the same on every rank
-        x = join_graph(x, exchange(name, x, dim, ranks, problem=problem, same=(op, *full)))
+        whole = "" if problem else f"the same shape {tuple(x.shape)} everywhere"  # unlike a gather's
+        x = join_graph(x, exchange(name, x, dim, ranks, problem=problem, same=(f"op={op!r}", whole)))
     refuse(name, problem, ranks)
     return from_rows(_reduce_rows(to_rows(x, dim), shares, op, ranks, f"{name}(op={op!r})"), dim)
 

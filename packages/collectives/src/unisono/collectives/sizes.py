@@ -84,7 +84,7 @@ def settle_sizes(
     if not problem and length_of(x, dim) != sizes[ranks.rank]:
         problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} along dim {dim}, but x has shape {tuple(x.shape)}"
     if not torch.compiler.is_compiling() and checking():
-        exchange(function, x, dim, ranks, problem=problem, same=tuple(sizes))
+        exchange(function, x, dim, ranks, problem=problem, same=(f"sizes={tuple(sizes)}",))
     refuse(function, problem, ranks)
     return x, tuple(sizes)
 
@@ -97,7 +97,7 @@ def exchange(
     *,
     extra: Sequence[int] = (),
     problem: str = "",
-    same: tuple[object, ...] = (),
+    same: tuple[str, ...] = (),
 ) -> list[list[int]]:
     """From every rank: its length along `dim`, whether it needs a gradient, and `extra`."""
     if torch.compiler.is_compiling():
@@ -114,7 +114,7 @@ def exchange(
         ranks,
         same=(function, dim, *others, *same),
         numbers=(*mine, *extra),
-        words=lambda: f"{function}({describe(x)}, dim={dim}) at {user_frame()}",
+        words=lambda: f"{function}({', '.join([describe(x), f'dim={dim}', *same])}) at {user_frame()}",
         device=getattr(x, "device", None),
         rule=f"All ranks must make the same call; dtype and every dimension but {dim} must be the same.",
         problem=problem,

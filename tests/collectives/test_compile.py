@@ -1,0 +1,150 @@
+"""torch.compile: whole graphs, both backends, the values and gradients of eager, and no endless recompilation."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unisono.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all_single,
+    broadcast,
+    exchange_sizes,
+    gather,
+    global_mean,
+    reduce,
+    reduce_scatter,
+    scatter,
+    shift,
+)
+from unisono.collectives.testing import run_ranks
+
+LENGTHS = (3, 5)
+
+
+def sizes() -> list[int]:
+    return list(LENGTHS[: dist.get_world_size()])
+
+
+PROGRAMS = {
+    "all_gather": lambda x: all_gather(x * 2),
+    "all_gather sizes": lambda x: all_gather(x * 2, sizes=sizes()),
+    "all_gather slice": lambda x: all_gather(x * 2, grad="slice"),
+    "all_gather dim": lambda x: all_gather(x.T, dim=1),
+    "all_gather tree": lambda x: all_gather({"a": x, "b": [x.sum()]})["a"] * 2,
+    "all_reduce": lambda x: all_reduce(x.sum(0)),
+    "all_reduce avg": lambda x: all_reduce(x.sum(0), "avg"),
+    "all_reduce max": lambda x: all_reduce(x.sum(0), "max"),
+    "all_reduce product": lambda x: all_reduce(x.sum(0), "product"),
+    "all_reduce identity": lambda x: all_reduce(x.sum(0), grad="identity"),
+    "reduce": lambda x: reduce(x.sum(0), root=1),
+    "reduce_scatter": lambda x: reduce_scatter(x.sum(0)),
+    "reduce_scatter sizes": lambda x: reduce_scatter(x.sum(0), sizes=[1, 3], op="max"),
+    "broadcast": lambda x: broadcast(x.sum(0), root=1),
+    "gather": lambda x: gather(x),
+    "gather sizes": lambda x: gather(x, sizes=sizes(), root=1),
+    "all_to_all_single": lambda x: all_to_all_single(x),
+    "shift": lambda x: shift(x),
+    "global_mean": lambda x: global_mean(x),
+    "exchange_sizes": lambda x: x * sum(exchange_sizes(x)),
+    "several": lambda x: all_gather(all_reduce(x.sum(0)) * x) + broadcast(x.sum()),
+}
+
+
+def compiled_matches_eager(name: str, backend: str) -> None:
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    program = PROGRAMS[name]
+    torch.manual_seed(rank)
+    x = torch.randn(LENGTHS[rank], 4, dtype=torch.float64, requires_grad=True)
+    y, compiled = program(x), torch.compile(program, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(compiled, y)
+    for result in (y, compiled):
+        weights = torch.linspace(1, 2 + rank, result.numel(), dtype=torch.float64).view(result.shape)
+        (gradient,) = torch.autograd.grad((weights * result**2).sum(), x)
+        if result is y:
+            expected = gradient
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_whole_graph_matches_eager_with_aot_eager(name):
+    run_ranks(compiled_matches_eager, name, "aot_eager", world_size=2)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter sizes", "several"])
+def test_whole_graph_matches_eager_with_inductor(name):
+    run_ranks(compiled_matches_eager, name, "inductor", world_size=2, timeout=240)
+
+
+def few_graphs_for_many_sizes(given: bool) -> int:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def program(x: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:
+        return all_gather(x, sizes=lengths) * 2
+
+    for step in range(8):
+        lengths = [2 + step + r * (step % 3) for r in range(size)]
+        x = torch.full((lengths[rank], 2), float(rank), requires_grad=True)
+        y = program(x, lengths if given else None)
+        assert y.shape == (sum(lengths), 2)
+        y.sum().backward()
+        assert (x.grad == 2 * size).all()
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["sizes given", "sizes asked"])
+def test_dynamic_sizes_do_not_recompile_for_ever(given):
+    assert max(run_ranks(few_graphs_for_many_sizes, given, world_size=2)) <= 3
+
+
+def unused_result_still_communicates(backend: str) -> None:
+    """A compiler that dropped the call on the rank that ignores the result would leave the other waiting."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = gather(x, sizes=[3, 3])
+        return y * 2 if dist.get_rank() == 0 else x * 2
+
+    with torch.no_grad():
+        assert program(torch.ones(3)).shape == ((6,) if dist.get_rank() == 0 else (3,))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_unused_result_is_not_optimised_away(backend):
+    run_ranks(unused_result_still_communicates, backend, world_size=2, timeout=120)
+
+
+def breaks_but_works() -> None:
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    program = torch.compile(lambda x: scatter(x if rank == 0 else None) * 2, backend="aot_eager")
+    assert torch.equal(program(torch.arange(4.0)), torch.arange(4.0).split(2)[rank] * 2)
+
+
+def test_scatter_breaks_the_graph_and_works():
+    run_ranks(breaks_but_works, world_size=2)
+
+
+def penalty_inside() -> None:
+    """A gradient penalty within the compiled region, as GANs need it."""
+    torch._dynamo.reset()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = all_gather(x, sizes=sizes())
+        (g,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        return (g**2).sum()
+
+    x = torch.randn(LENGTHS[dist.get_rank()], 2, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(program(x), x)[0]
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        got = torch.autograd.grad(torch.compile(program, backend="aot_eager", fullgraph=True)(x), x)[0]
+    torch.testing.assert_close(got, expected)
+
+
+def test_gradient_penalty_inside_the_compiled_region():
+    run_ranks(penalty_inside, world_size=2)
