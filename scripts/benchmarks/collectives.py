@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 from collectives_contenders import PAYLOADS, Case, measure
-from collectives_report import TITLES, write_report
+from collectives_report import TITLES, describe_machine, write_report
 from collectives_results import Aim, Result, combine, judge
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -39,12 +39,13 @@ def main(quick: bool = False, out: Path = RESULTS, world_sizes: tuple[int, ...] 
                 f"--world-sizes: {world_size} is not a divisor of 64 from 2 up, so the payloads would not split equally"
             )
     console = Console()
+    machine = describe_machine()
     results = run_all(world_sizes, quick, console)
     aims = judge(results)
     console.print(ratio_table(results), aim_table(aims))
-    command = shlex.join(["python", *sys.argv])
-    note = " (quick: too few rounds to quote)" if quick else ""
-    console.print(f"written: {write_report(results, aims, out, command, note)}", soft_wrap=True)
+    command = f"`{shlex.join(['python', *sys.argv])}`" + (" (quick: too few rounds to quote)" if quick else "")
+    path = write_report(results, aims, out, command=command, machine=machine)
+    console.print(f"written: {path}, {path.with_suffix('.png').name}", soft_wrap=True)
 
 
 def run_all(world_sizes: Sequence[int], quick: bool, console: Console) -> list[Result]:
@@ -94,7 +95,7 @@ def ratio_table(results: Sequence[Result]) -> Table:
 def aim_table(aims: Sequence[Aim]) -> Table:
     table = Table("aim", "measured", "met", "worst case", title="Aims")
     for aim in aims:
-        table.add_row(aim.text, f"{aim.measured:.2f}x", "[green]yes[/]" if aim.met else "[red]no[/]", aim.where)
+        table.add_row(aim.text, f"{aim.measured:.3f}x", "[green]yes[/]" if aim.met else "[red]no[/]", aim.where)
     return table
 
 

@@ -25,6 +25,7 @@ EXCHANGE = "unisono, exchange_sizes"
 PADDED = "pad to the longest (the seeds)"
 TORCH_NN = "torch.distributed.nn + cat"
 TORCH_NN_BACKWARD = "torch.distributed.nn, backward"
+NEW_OUTPUT = "all_gather_into_tensor, new output"
 
 # What every ratio is to: torch's own call on the same total bytes, split equally, into an output that is allocated once.
 UNITS: dict[Direction, str] = {
@@ -144,14 +145,20 @@ def forward_contenders(whole: Tensor, own: Tensor, sizes: list[int]) -> dict[str
         dist.all_gather_into_tensor(reused, share)
         return reused
 
+    def unit_with_new_output() -> Tensor:  # as the others have to: fresh memory costs as much as sending it, or more
+        out = torch.empty_like(whole)
+        dist.all_gather_into_tensor(out, share)
+        return out
+
     calls: dict[str, Callable[[], Tensor]] = {
         UNITS["forward"]: unit,
         KNOWN: lambda: all_gather(x, sizes=sizes),
         ASKED: lambda: all_gather(x),
-        PADDED: lambda: pad_to_longest(own),
+        NEW_OUTPUT: unit_with_new_output,
     }
     if len(set(sizes)) == 1:
         calls[TORCH_NN] = lambda: torch.cat(differentiable.all_gather(x))
+    calls[PADDED] = lambda: pad_to_longest(own)
     return {name: Contender(call, whole) for name, call in calls.items()}
 
 

@@ -11,22 +11,14 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import torch
-from collectives_contenders import (
-    ASKED,
-    BACKWARD,
-    KNOWN,
-    PADDED,
-    TORCH_NN,
-    TORCH_NN_BACKWARD,
-    UNITS,
-    Direction,
-)
+from collectives_contenders import ASKED, BACKWARD, KNOWN, NEW_OUTPUT, PADDED, TORCH_NN, TORCH_NN_BACKWARD, UNITS, Direction
 from collectives_results import Aim, Result
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 TITLES: dict[Direction, str] = {
     "forward": "Forward: all_gather",
@@ -37,13 +29,14 @@ COLOURS = {
     KNOWN: "#0b6e4f",
     ASKED: "#6bbf92",
     BACKWARD: "#0b6e4f",
+    NEW_OUTPUT: "#9aa5b1",
     TORCH_NN: "#e09f3e",
     TORCH_NN_BACKWARD: "#e09f3e",
     PADDED: "#9e2a2b",
 }
 
 
-def write_report(results: Sequence[Result], aims: Sequence[Aim], folder: Path, command: str, note: str) -> Path:
+def write_report(results: Sequence[Result], aims: Sequence[Aim], folder: Path, *, command: str, machine: str) -> Path:
     """Write `<date>-collectives.md` and the plot beside it; return the path of the former."""
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.now().astimezone()
@@ -51,15 +44,15 @@ def write_report(results: Sequence[Result], aims: Sequence[Aim], folder: Path, c
     plot(results, path.with_suffix(".png"))
     sections = [
         "# Benchmark of the collectives",
-        f"`{command}`{note}",
-        f"- Date: {now:%Y-%m-%d %H:%M %Z}\n- Machine: {machine()}\n- torch {torch.__version__}, gloo, one thread for each rank",
+        f"- Command: {command}\n- Date: {now:%Y-%m-%d %H:%M %Z}\n- Machine: {machine}\n"
+        f"- torch {torch.__version__}, gloo, one thread for each rank",
         "Ratios are to torch's own call on the same total bytes, split equally, into an output that is allocated once: "
         f"`{UNITS['forward']}`, `{UNITS['backward']}`, or `all_gather_into_tensor` of one int64 for each rank. They are the "
         "median over rounds (in brackets: quartiles) of the ratio within a round, in which all contenders take turns. Time "
         "is that of the slowest rank, CPU time that of all ranks together. Skewed: 70 % of the rows on rank 0. Sent: payload "
         "bytes that leave a rank if ranks exchange directly, mean and largest over the ranks.",
         "## Aims",
-        table(("aim", "measured", "met", "worst case"), ((a.text, f"{a.measured:.2f}x", yes_no(a.met), a.where) for a in aims)),
+        table(("aim", "measured", "met", "worst case"), ((a.text, f"{a.measured:.3f}x", yes_no(a.met), a.where) for a in aims)),
         f"![ratios]({path.with_suffix('.png').name})",
     ]
     for direction, title in TITLES.items():
@@ -99,65 +92,57 @@ def yes_no(met: bool) -> str:
     return "yes" if met else "**no**"
 
 
-def machine() -> str:
+def describe_machine() -> str:
+    """Call it before the run: the load should be that of others."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
         models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         model = models[0] if models else model
-    return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}"
+    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+    return f"{model}, {os.cpu_count()} cores, {system}, load {os.getloadavg()[0]:.1f} before the run"
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
     """Bars that start at the unit: below it is faster than torch's own call, above it slower."""
     columns = list(dict.fromkeys((r.world_size, r.case.lengths) for r in results if r.case.direction != "sizes"))
     directions: tuple[Direction, ...] = ("forward", "backward")
-    size = (1.2 + 3.6 * len(columns), 7.6)
+    size = (3.2 + 3.4 * len(columns), 8.0)
     figure, grid = plt.subplots(2, len(columns), figsize=size, sharey="row", squeeze=False, layout="constrained")
-    for row, direction in enumerate(directions):
-        for column, (world_size, lengths) in enumerate(columns):
-            axes = grid[row, column]
-            chosen = [r for r in results if (r.world_size, r.case.lengths) == (world_size, lengths)]
-            draw_bars(axes, [r for r in chosen if r.case.direction == direction and r.contender != UNITS[direction]])
+    for row, direction in zip(grid, directions, strict=True):
+        bars = [r for r in results if r.case.direction == direction and r.contender != UNITS[direction]]
+        contenders = list(dict.fromkeys(r.contender for r in bars))
+        for axes, (world_size, lengths) in zip(row, columns, strict=True):
+            draw_bars(
+                axes, [r for r in bars if (r.world_size, r.case.lengths) == (world_size, lengths)], 0.86 / len(contenders)
+            )
             axes.set_title(f"{world_size} ranks, {lengths} lengths", fontsize=10)
-        grid[row, 0].set_ylabel(f"{TITLES[direction]}\ntime / {UNITS[direction]}")
-        handles = {label: handle for axes in grid[row] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        grid[row, -1].legend(handles.values(), handles.keys(), loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
-    figure.suptitle("Collectives on gloo: time as a ratio to torch's own call (lower is faster, 1.0 is equal)")
-    figure.savefig(path, dpi=150)
+        row[0].set_ylim(0.75 * min(0.6, *(r.ratio for r in bars)), 1.6 * max(1.6, *(r.ratio for r in bars)))
+        row[0].set_ylabel(f"{TITLES[direction]}\ntime / {UNITS[direction]}")
+        patches = [Patch(color=COLOURS[contender], label=contender) for contender in contenders]
+        row[-1].legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    figure.suptitle("Collectives on gloo: time as a ratio to torch's own call (lower is faster, 1 is equal)")
+    figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def draw_bars(axes: Axes, results: Sequence[Result]) -> None:
+def draw_bars(axes: Axes, results: Sequence[Result], width: float) -> None:
     payloads = list(dict.fromkeys(r.case.payload.name for r in results))
     contenders = list(dict.fromkeys(r.contender for r in results))
-    width = 0.8 / len(contenders)
-    for i, contender in enumerate(contenders):
-        ratios = [r.ratio for r in results if r.contender == contender]
-        places = np.arange(len(payloads)) + (i - (len(contenders) - 1) / 2) * width
-        heights = [ratio - 1 for ratio in ratios]
-        axes.bar(places, heights, width * 0.9, bottom=1, color=COLOURS[contender], label=contender)
-        for place, ratio in zip(places, ratios, strict=True):
-            above = ratio >= 1
-            offset = (0, 2 if above else -2)
-            axes.annotate(
-                f"{ratio:.2f}" if ratio < 9.95 else f"{ratio:.0f}",
-                (place, ratio),
-                xytext=offset,
-                textcoords="offset points",
-                ha="center",
-                va="bottom" if above else "top",
-                fontsize=7,
-            )
+    for r in results:
+        place = payloads.index(r.case.payload.name) + (contenders.index(r.contender) - (len(contenders) - 1) / 2) * width
+        axes.bar(place, r.ratio - 1, width * 0.9, bottom=1, color=COLOURS[r.contender])
+        slower = r.ratio >= 1
+        label = f"{r.ratio:.2f}" if r.ratio < 9.95 else f"{r.ratio:.1f}"
+        style = {"ha": "center", "va": "bottom" if slower else "top", "rotation": 90, "fontsize": 8}
+        axes.annotate(label, (place, r.ratio), (0, 3 if slower else -3), textcoords="offset points", **style)
     axes.axhline(1, color="black", linewidth=1)
     axes.set_yscale("log")
-    ratios = [r.ratio for r in results]
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, 0.8 * min(ratios), 0.4), max(high, 1.3 * max(ratios), 2))
-    axes.yaxis.set_major_locator(matplotlib.ticker.FixedLocator([0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]))
+    axes.yaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
     axes.set_xticks(range(len(payloads)), payloads)
+    axes.set_xlim(-0.5, len(payloads) - 0.5)
     axes.grid(axis="y", linewidth=0.4, alpha=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

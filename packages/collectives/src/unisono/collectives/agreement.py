@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from unisono.collectives.groups import Ranks, backend_for, process_group, small_message_device
+from unisono.collectives.groups import Ranks, process_group, simulated, small_message_device
 from unisono.collectives.wire import small_all_gather
 
 _HEADER = 16  # int64 each: one message, whatever the call
@@ -44,12 +44,12 @@ def agree(
             raise MismatchError(f"{function}: {problem}")
         return [list(numbers)]
     pg = process_group(ranks)
-    where = small_message_device(pg, device)
-    if backend_for(where, pg) == "fake":  # a simulation: every rank is taken to do as this one does
+    if simulated(pg):
         if problem:
             raise MismatchError(f"{function}: {problem}")
         return [list(numbers)] * ranks.size
 
+    where = small_message_device(pg, device)
     room = _HEADER - _FIXED
     head = [int(bool(problem)), _fingerprint(same), len(numbers), *numbers[:room]]
     head += [0] * (_HEADER - len(head))

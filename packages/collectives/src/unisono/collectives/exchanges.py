@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono.collectives.agreement import agree
 from unisono.collectives.checking import call_site, checking, describe, user_frame
-from unisono.collectives.groups import Group, Ranks, process_group, resolve, small_message_device
+from unisono.collectives.groups import Group, Ranks, process_group, resolve, simulated, small_message_device
 from unisono.collectives.linear import Linear, apply
 from unisono.collectives.sizes import (
     balanced,
@@ -111,20 +112,25 @@ def _ask(x: Tensor, dim: int, send: tuple[int, ...], problem: str, ranks: Ranks)
         receive = [row[2 + ranks.rank] for row in table]
     else:  # gathering all sizes would grow with the square of the ranks: tell each rank only its own
         table = exchange(name, x, dim, ranks, problem=problem)
-        receive = _trade(torch.tensor(send), name, ranks).tolist()
+        receive = _trade(list(send), name, ranks)
     if torch.compiler.is_compiling():
         for length in receive:
             torch._check(length >= 0)
     return join_graph(x, table), tuple(receive)
 
 
-def _trade(numbers: Tensor, name: str, ranks: Ranks) -> Tensor:
-    """Row r goes to rank r; plain integers."""
+def _trade(numbers: list[Any], name: str, ranks: Ranks) -> list[Any]:
+    """Entry r, an integer or a list of them, goes to rank r."""
+    device = torch.device("cpu")
+    if ranks.size > 1 and not torch.compiler.is_compiling():
+        pg = process_group(ranks)
+        if simulated(pg):
+            return [numbers[ranks.rank]] * ranks.size
+        device = small_message_device(pg, None)
     each = (1,) * ranks.size
     plan = Linear("all_to_all", ranks, each, each, call=f"sizes of {name}", site=call_site())
-    if ranks.size > 1 and not torch.compiler.is_compiling():
-        numbers = numbers.to(small_message_device(process_group(ranks), None))
-    return apply(numbers, plan)
+    traded: list[Any] = apply(torch.tensor(numbers, device=device), plan).tolist()
+    return traded
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -148,5 +154,5 @@ def _exchange_shapes(xs: Sequence[Tensor], ranks: Ranks) -> tuple[list[torch.Siz
     )
     width = max(row[0] for row in table)
     rows = [[x.ndim, *x.shape, *(0,) * (width - x.ndim)] for x in xs]
-    received = _trade(torch.tensor(rows), "all_to_all", ranks).tolist()
+    received = _trade(rows, "all_to_all", ranks)
     return [torch.Size(row[1 : 1 + row[0]]) for row in received], table

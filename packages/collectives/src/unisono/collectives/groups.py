@@ -63,6 +63,11 @@ def backend_for(device: torch.device, pg: ProcessGroup) -> str:
     return str(pg._get_backend(device).name()).lower()
 
 
+def simulated(pg: ProcessGroup) -> bool:
+    """The fake group: one process plays one rank of many, and every other rank is taken to do as this one does."""
+    return bool(pg.size() > 1 and backend_for(pg._device_types[0], pg) == "fake")
+
+
 def small_message_device(pg: ProcessGroup, fallback: torch.device | None) -> torch.device:
     """Where a few integers travel best: the CPU if the group has a CPU backend, for then no GPU has to be waited for."""
     kinds = {device.type for device in pg._device_types}

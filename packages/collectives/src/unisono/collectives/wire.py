@@ -26,9 +26,8 @@ from unisono.collectives.groups import backend_for
 def as_bytes(rows: Tensor) -> Tensor:
     """A view of contiguous `rows` as (rows, bytes of a row)."""
     width = math.prod(rows.shape[1:])
-    if rows.numel() == 0:  # its strides may be anything, even those that forbid a view
-        return rows.new_empty((rows.shape[0], width * rows.element_size()), dtype=torch.uint8)
-    return rows.view(rows.shape[0], width).view(torch.uint8)
+    # not view(): a contiguous tensor may have any stride where its size is 0 or 1, zero after expand()
+    return rows.as_strided((rows.shape[0], width), (width, 1)).view(torch.uint8)
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
