@@ -145,7 +145,7 @@ def forward_contenders(whole: Tensor, own: Tensor, sizes: list[int]) -> dict[str
         dist.all_gather_into_tensor(reused, share)
         return reused
 
-    def unit_with_new_output() -> Tensor:  # as the others have to: fresh memory costs as much as sending it, or more
+    def unit_with_new_output() -> Tensor:  # as all others must; at 64 MB fresh pages may cost more than sending
         out = torch.empty_like(whole)
         dist.all_gather_into_tensor(out, share)
         return out

@@ -134,8 +134,16 @@ def draw_bars(axes: Axes, results: Sequence[Result], width: float) -> None:
         axes.bar(place, r.ratio - 1, width * 0.9, bottom=1, color=COLOURS[r.contender])
         slower = r.ratio >= 1
         label = f"{r.ratio:.2f}" if r.ratio < 9.95 else f"{r.ratio:.1f}"
-        style = {"ha": "center", "va": "bottom" if slower else "top", "rotation": 90, "fontsize": 8}
-        axes.annotate(label, (place, r.ratio), (0, 3 if slower else -3), textcoords="offset points", **style)
+        axes.annotate(
+            label,
+            (place, r.ratio),
+            (0, 3 if slower else -3),
+            textcoords="offset points",
+            ha="center",
+            va="bottom" if slower else "top",
+            rotation=90,
+            fontsize=8,
+        )
     axes.axhline(1, color="black", linewidth=1)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from unisono.collectives import (
     all_gather,
     all_reduce,
+    all_to_all,
     all_to_all_single,
     broadcast,
     exchange_sizes,
@@ -124,9 +125,11 @@ def breaks_but_works() -> None:
     rank = dist.get_rank()
     program = torch.compile(lambda x: scatter(x if rank == 0 else None) * 2, backend="aot_eager")
     assert torch.equal(program(torch.arange(4.0)), torch.arange(4.0).split(2)[rank] * 2)
+    program = torch.compile(lambda x: all_to_all([x, x[:1]])[0] * 2, backend="aot_eager")
+    assert program(torch.ones(3)).shape == ((3,) if rank == 0 else (1,))
 
 
-def test_scatter_breaks_the_graph_and_works():
+def test_scatter_and_list_all_to_all_break_the_graph_and_work():
     run_ranks(breaks_but_works, world_size=2)
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from unisono.collectives import (
     scatter,
     shift,
 )
+from unisono.collectives.checking import _mode_of_the_run
 from unisono.collectives.testing import run_ranks
 
 # By name, what two ranks call: a function of the rank. All of it is refused without checked().
@@ -152,13 +154,17 @@ def test_call_sites_can_be_left_out():
 
 def everything_under_check(mode: str) -> None:
     os.environ["UNISONO_CHECK"] = mode
+    _mode_of_the_run.cache_clear()
     try:
         x = torch.randn(2 + dist.get_rank(), 3, requires_grad=True)
         loss = all_gather(x).sum() + shift(x).sum() + all_reduce(x.sum()) + global_mean(x) + all_gather({"x": x})["x"].sum()
         loss = loss + all_gather(x, sizes=[2, 3, 4]).sum() + all_gather(x, grad="slice").sum() + all_reduce(x.sum(), "max")
         loss.backward()
+        with pytest.raises(MismatchError, match="sum"):
+            all_reduce(x.sum(), ["sum", "avg", "sum"][dist.get_rank()])
     finally:
         del os.environ["UNISONO_CHECK"]
+        _mode_of_the_run.cache_clear()
 
 
 @pytest.mark.parametrize("mode", ["1", "calls"])
@@ -220,3 +226,16 @@ def outsider() -> None:
 
 def test_group_that_this_rank_is_not_in_is_refused():
     run_ranks(outsider, world_size=2)
+
+
+def absent_rank() -> str:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    if dist.get_rank() == 0:
+        return ""
+    with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out") as caught:
+        all_gather(torch.ones(2), sizes=[2, 2], group=group)
+    return str(caught.value)
+
+
+def test_absent_rank_is_an_error_at_the_groups_timeout():
+    run_ranks(absent_rank, world_size=2, timeout=20)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,8 +109,10 @@ def describe(x: object) -> str:
 
 
 def _current_mode() -> str:
-    mode = _mode.get()
-    if mode:
-        return mode
+    return _mode.get() or _mode_of_the_run()
+
+
+@cache  # read once: it costs more than the rest of a call
+def _mode_of_the_run() -> str:
     setting = os.environ.get("UNISONO_CHECK", "")
     return "" if setting in ("", "0") else "calls" if setting == "calls" else "sites"

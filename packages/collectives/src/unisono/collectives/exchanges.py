@@ -25,6 +25,7 @@ from unisono.collectives.sizes import (
     size_complaint,
     to_rows,
 )
+from unisono.collectives.tracing import untraced
 
 
 def all_to_all_single(
@@ -133,7 +134,7 @@ def _trade(numbers: list[Any], name: str, ranks: Ranks) -> list[Any]:
     return traded
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def _exchange_shapes(xs: Sequence[Tensor], ranks: Ranks) -> tuple[list[torch.Size], list[list[int]]]:
     """The shapes of what each rank sends here, and the table of which rank needs a gradient."""
     problem = ""

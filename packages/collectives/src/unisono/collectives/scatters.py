@@ -13,6 +13,7 @@ from unisono.collectives.groups import Group, Ranks, resolve
 from unisono.collectives.linear import Linear, apply
 from unisono.collectives.options import rank_of
 from unisono.collectives.sizes import balanced, complaint, from_rows, join_graph, only, size_complaint, to_rows
+from unisono.collectives.tracing import untraced
 
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)  # the same on every rank
 
@@ -32,7 +33,7 @@ def broadcast(x: Tensor, *, root: int = 0, group: Group = None) -> Tensor:
     return apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the receivers learn shape and dtype only at run time
+@untraced  # the receivers learn shape and dtype only at run time
 def scatter(
     x: Tensor | None, dim: int = 0, *, root: int = 0, sizes: Sequence[int] | None = None, group: Group = None
 ) -> Tensor:

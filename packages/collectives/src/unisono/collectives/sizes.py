@@ -37,12 +37,14 @@ def only(rank: int, rows: int, ranks: Ranks) -> tuple[int, ...]:
 
 def to_rows(x: Tensor, dim: int) -> Tensor:
     """`dim` first; a scalar is one row."""
+    if dim == 0 and x.ndim:
+        return x
     return x.reshape(1) if x.ndim == 0 else x.movedim(dim, 0)
 
 
 def from_rows(rows: Tensor, dim: int) -> Tensor:
     """The inverse of `to_rows`, with the memory layout that torch.cat would give."""
-    return rows if rows.ndim <= 1 or dim % rows.ndim == 0 else rows.movedim(0, dim).contiguous()
+    return rows if dim == 0 or dim == -rows.ndim else rows.movedim(0, dim).contiguous()
 
 
 def length_of(x: Tensor, dim: int) -> int:
@@ -59,7 +61,7 @@ def complaint(x: object, dim: int) -> str:
 
 
 def size_complaint(name: str, sizes: Sequence[int], ranks: Ranks) -> str:
-    if len(sizes) != ranks.size or any(size < 0 for size in sizes):
+    if len(sizes) != ranks.size or min(sizes) < 0:
         return f"{name}={tuple(sizes)} must be {ranks.size} lengths, one for each rank"
     return ""
 

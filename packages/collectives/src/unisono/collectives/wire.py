@@ -1,10 +1,10 @@
 """The bare communication: no autograd here. Each kernel takes contiguous rows and returns a new tensor.
 
-What only moves data travels as bytes, so every dtype (bool, complex, float8) moves on every backend, and never padded:
-the wire carries the payload. Two sets of algorithms, by backend:
+Nothing is padded: the wire carries the payload. What only moves data travels as bytes where the backend minds the dtype,
+so that bool, complex and float8 move everywhere. Two sets of algorithms, by backend:
 
-- gloo: uneven sizes are native to neither its all_gather nor its reduce_scatter. Asynchronous broadcasts straight into
-  the output, and all_to_all plus a local sum in rank order, measured fastest (scripts/bench collectives).
+- gloo: its own collectives know equal sizes only, or queue for a thread. Messages from rank to rank, straight into the
+  output, measured fastest for all that moves; a reduce_scatter is an exchange and a local sum in rank order.
 - all others (NCCL and its kin): the fused collective for equal sizes; the list form, which is a group of broadcasts or
   of reductions, for uneven ones.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from unisono.collectives.groups import backend_for
+
+_TAG = 0x0A11  # our messages between two ranks, beside any that the user sends
 
 
 def as_bytes(rows: Tensor) -> Tensor:
@@ -35,19 +36,12 @@ def all_gather(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
     out = x.new_empty((sum(sizes), *x.shape[1:]))
     if out.numel() == 0:  # the same on every rank
         return out
-    source, target = as_bytes(x), as_bytes(out)
-    parts = target.split(list(sizes))
     if backend_for(x.device, pg) == "gloo":
-        parts[pg.rank()].copy_(source)
-        pending: list[Any] = [
-            dist.broadcast(part, group_src=r, group=pg, async_op=True) for r, part in enumerate(parts) if len(part)
-        ]
-        for work in pending:
-            work.wait()
+        _exchange([x] * len(sizes), out.split_with_sizes(list(sizes)), pg)
     elif len(set(sizes)) == 1:
-        dist.all_gather_into_tensor(target, source, group=pg)
+        dist.all_gather_into_tensor(as_bytes(out), as_bytes(x), group=pg)
     else:
-        dist.all_gather(list(parts), source, group=pg)
+        dist.all_gather(list(as_bytes(out).split_with_sizes(list(sizes))), as_bytes(x), group=pg)
     return out
 
 
@@ -106,8 +100,26 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], pg: Proce
     """`send[r]` rows go to rank r, `receive[r]` rows come from it."""
     out = x.new_empty((sum(receive), *x.shape[1:]))
     if math.prod(x.shape[1:]):  # the same on every rank, unlike the number of rows
-        dist.all_to_all_single(as_bytes(out), as_bytes(x), list(receive), list(send), group=pg)
+        if backend_for(x.device, pg) == "gloo":
+            _exchange(x.split_with_sizes(list(send)), out.split_with_sizes(list(receive)), pg)
+        else:
+            dist.all_to_all_single(as_bytes(out), as_bytes(x), list(receive), list(send), group=pg)
     return out
+
+
+def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], pg: ProcessGroup) -> None:
+    """Send `outgoing[r]` to rank r and receive `incoming[r]` from it, all at once; any dtype."""
+    rank, size = pg.rank(), pg.size()
+    pending = []
+    for step in range(1, size):
+        source, target = (rank - step) % size, (rank + step) % size
+        if incoming[source].numel():
+            pending.append(pg.recv([incoming[source]], source, _TAG))
+        if outgoing[target].numel():
+            pending.append(pg.send([outgoing[target]], target, _TAG))
+    incoming[rank].copy_(outgoing[rank])
+    for work in pending:
+        work.wait()
 
 
 def small_all_gather(message: Tensor, pg: ProcessGroup) -> Tensor:

@@ -1,0 +1,65 @@
+"""What the documents show is run: docstrings as doctests, README blocks as programs, torchrun included."""
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unisono.collectives
+
+ROOT = Path(__file__).parents[2]
+READMES = [ROOT / "README.md", *sorted((ROOT / "packages").rglob("README.md"))]
+MODULES = [m.name for m in pkgutil.walk_packages(unisono.collectives.__path__, "unisono.collectives.")]
+
+
+@pytest.mark.parametrize("name", ["unisono.collectives", *MODULES])
+def test_docstring_examples(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_every_public_function_has_a_docstring_with_backward_and_example():
+    lacking = []
+    for name in unisono.collectives.__all__:
+        doc = getattr(unisono.collectives, name).__doc__ or ""
+        function = name.islower() and name not in ("checked", "count_bytes", "exchange_sizes")
+        if ("Example" not in doc and name.islower()) or (function and "Backward" not in doc):
+            lacking.append(name)
+    assert lacking == []
+
+
+def blocks(path: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL)
+
+
+def examples() -> list[tuple[str, str]]:
+    return [(f"{path.relative_to(ROOT)}#{k}", code) for path in READMES for k, code in enumerate(blocks(path))]
+
+
+@pytest.mark.parametrize(("name", "code"), examples(), ids=[name for name, _ in examples()])
+def test_readme_example_runs(name, code, tmp_path):
+    """Alone, and on two ranks by torchrun: the same script."""
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    if "def test_" in code:
+        commands = [["-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)]]
+    else:
+        commands = [[str(script)], [*runner, str(script)]]
+    for command in commands:
+        result = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("path", READMES, ids=[str(path.relative_to(ROOT)) for path in READMES])
+def test_links_and_pictures_exist(path):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+        assert target.startswith("http") or (path.parent / target).exists(), target
