@@ -85,7 +85,8 @@ def few_graphs_for_many_sizes(given: bool) -> int:
 
     @torch.compile(backend=counter, fullgraph=True)
     def program(x: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:
-        return all_gather(x, sizes=lengths) * 2
+        part = reduce_scatter(all_gather(x, sizes=lengths), sizes=lengths if given else None)
+        return all_gather(x, sizes=lengths) * 2 + 0 * part.sum()
 
     for step in range(8):
         lengths = [2 + step + r * (step % 3) for r in range(size)]

@@ -9,9 +9,8 @@ GROUPS = ["without rank 0", "every other rank", "mesh dimension", "1-D mesh"]
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_matches_one_process(case, world_size):
-    run_ranks(matches_one_process, case, "world", world_size=world_size)
+def test_matches_one_process(ranks, world_size, case):
+    ranks(matches_one_process, case, "world", world_size=world_size)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,8 +13,8 @@ def counts_torchs_own() -> None:
     x = torch.zeros(6, 5)
     with count_bytes() as traffic:
         dist.all_reduce(x)
-        dist.all_gather_into_tensor(torch.zeros(6 * size, 5), x)
-        dist.reduce_scatter_tensor(torch.zeros(2, 5), x)
+        dist.all_gather_single(torch.zeros(6 * size, 5), x)
+        dist.reduce_scatter_single(torch.zeros(2, 5), x)
         dist.broadcast(x, 0)
         dist.all_to_all_single(torch.zeros(6, 5), x)
         dist.gather(x, [torch.zeros(6, 5) for _ in range(size)] if rank == 0 else None)

@@ -18,7 +18,17 @@ COLLECTIVES = {
         "all_reduce_coalesced",
     ),
     *("all_to_all", "all_to_all_single", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
-    *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "recv", "isend", "irecv"),
+    *(
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "reduce_scatter_single",
+        "scatter",
+        "scatter_object_list",
+        "send",
+        "recv",
+        "isend",
+        "irecv",
+    ),
     *("batch_isend_irecv", "barrier", "monitored_barrier"),
 }
 

@@ -60,9 +60,9 @@ def agree(
 
     longest = max(row[2] for row in table)
     if longest > room:
-        rest = torch.zeros(longest - room, dtype=torch.int64)
+        rest = torch.zeros(longest - room, dtype=torch.int64, device="cpu")
         if len(numbers) > room:
-            rest[: len(numbers) - room] = torch.tensor(numbers[room:])
+            rest[: len(numbers) - room] = torch.tensor(numbers[room:], device="cpu")
         rests = small_all_gather(rest.to(where), pg).tolist()
         table = [row + more for row, more in zip(table, rests, strict=True)]
     return [row[_FIXED : _FIXED + row[2]] for row in table]
@@ -76,7 +76,7 @@ def _fingerprint(same: object) -> int:
 def _explain(function: str, words: str, rule: str, faulty: list[bool], where: torch.device, pg: ProcessGroup) -> str:
     """The same text on every rank: each one's words, under the function and the rule of the first rank at fault."""
     encoded = "\n".join([function, rule, words]).encode()[:_WORDS]
-    message = torch.zeros(_WORDS, dtype=torch.uint8)
+    message = torch.zeros(_WORDS, dtype=torch.uint8, device="cpu")
     message[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     rows = small_all_gather(message.to(where), pg).cpu()
     texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace").split("\n", 2) for row in rows]

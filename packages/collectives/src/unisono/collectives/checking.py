@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from unisono.collectives.agreement import agree
@@ -50,12 +51,12 @@ def checked(*, call_sites: bool = True) -> Iterator[None]:
 
 
 def checking() -> bool:
-    return bool(_current_mode())
+    return not torch.compiler.is_compiling() and bool(_current_mode())
 
 
 def call_site() -> str:
     """Where the user called from, when checking; otherwise empty, which costs nothing."""
-    mode = _current_mode()
+    mode = "" if torch.compiler.is_compiling() else _current_mode()
     if not mode:
         return ""
     return user_frame() if mode == "sites" else "(any place)"

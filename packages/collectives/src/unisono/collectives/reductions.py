@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from unisono.collectives.checking import call_site, checking
@@ -104,9 +105,9 @@ def reduce_scatter(
     shares = () if problem else balanced(length_of(x, dim), ranks.size) if sizes is None else tuple(sizes)
     if not problem and sum(shares) != length_of(x, dim):
         problem = f"sizes={shares} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
-    if sizes is None or (not torch.compiler.is_compiling() and checking()):
-        whole = "" if problem else f"the same shape {tuple(x.shape)} everywhere"  # unlike a gather's
-        x = join_graph(x, exchange(name, x, dim, ranks, problem=problem, same=(f"op={op!r}", whole)))
+    if sizes is None or checking():
+        table = exchange(name, x, dim, ranks, same=f"op={op!r}", ragged=False, problem=problem)
+        x = join_graph(x, table)
     refuse(name, problem, ranks)
     return from_rows(_reduce_rows(to_rows(x, dim), shares, op, ranks, f"{name}(op={op!r})"), dim)
 
@@ -160,7 +161,7 @@ def _reduce_rows(rows: Tensor, shares: tuple[int, ...], op: str, ranks: Ranks, c
         return total / ranks.size if op == "avg" else total
     from_each = (own,) * ranks.size
     blocks = apply(rows, Linear("all_to_all", ranks, send=shares, receive=from_each, call=call, site=call_site()))
-    blocks = blocks.reshape(ranks.size, own, *rows.shape[1:])
+    blocks = rearrange(blocks, "(r n) ... -> r n ...", r=ranks.size)
     if op == "product":
         return blocks.prod(0, dtype=rows.dtype)
     return blocks.amax(0) if op == "max" else blocks.amin(0)

@@ -85,8 +85,8 @@ def settle_sizes(
     problem = complaint(x, dim) or size_complaint("sizes", sizes, ranks)
     if not problem and length_of(x, dim) != sizes[ranks.rank]:
         problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} along dim {dim}, but x has shape {tuple(x.shape)}"
-    if not torch.compiler.is_compiling() and checking():
-        exchange(function, x, dim, ranks, problem=problem, same=(f"sizes={tuple(sizes)}",))
+    if checking():
+        exchange(function, x, dim, ranks, problem=problem, same=f"sizes={tuple(sizes)}")
     refuse(function, problem, ranks)
     return x, tuple(sizes)
 
@@ -98,27 +98,31 @@ def exchange(
     ranks: Ranks,
     *,
     extra: Sequence[int] = (),
+    same: str = "",
+    ragged: bool = True,
     problem: str = "",
-    same: tuple[str, ...] = (),
 ) -> list[list[int]]:
-    """From every rank: its length along `dim`, whether it needs a gradient, and `extra`."""
+    """From every rank: its length along `dim`, whether it needs a gradient, and `extra`.
+
+    All ranks must have the same `same`, a text shown in the error, and the same shape, but for `dim` if `ragged`.
+    """
     if torch.compiler.is_compiling():
         refuse(function, problem or complaint(x, dim), ranks)
-        asked: list[list[int]] = _op(x, dim, length_of(x, dim), extra, function, ranks.name, ranks.rank, ranks.size).tolist()
+        asked: list[list[int]] = _op(x, dim, extra, same, ragged, function, *ranks).tolist()
         return asked
 
     problem = problem or complaint(x, dim)
     dim = dim if problem else dim % max(x.ndim, 1)
-    others = () if problem else (str(x.dtype), x.ndim, *x.shape[:dim], *x.shape[dim + 1 :])
+    shape = () if problem else (*x.shape[:dim], -1 if ragged else x.shape[dim], *x.shape[dim + 1 :]) if x.ndim else ()
     mine = (0, 0) if problem else (length_of(x, dim), x.requires_grad and torch.is_grad_enabled())
     return agree(
         function,
         ranks,
-        same=(function, dim, *others, *same),
+        same=(function, dim, str(getattr(x, "dtype", "")), shape, same),
         numbers=(*mine, *extra),
-        words=lambda: f"{function}({', '.join([describe(x), f'dim={dim}', *same])}) at {user_frame()}",
+        words=lambda: f"{function}({describe(x)}, dim={dim}{', ' * bool(same)}{same}) at {user_frame()}",
         device=getattr(x, "device", None),
-        rule=f"All ranks must make the same call; dtype and every dimension but {dim} must be the same.",
+        rule=f"All ranks must make the same call; dtype and every dimension{f' but {dim}' * ragged} must be the same.",
         problem=problem,
     )
 
@@ -133,19 +137,26 @@ def lengths_of(table: list[list[int]]) -> tuple[int, ...]:
 
 def join_graph(x: Tensor, table: list[list[int]]) -> Tensor:
     """If some rank's input needs a gradient, this rank's output must lead to a backward too, or that rank would wait."""
-    if torch.compiler.is_compiling() or x.requires_grad or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return x
+    if x.requires_grad or not torch.is_grad_enabled():
         return x
     differentiable = x.is_floating_point() or x.is_complex()
     return x.detach().requires_grad_() if differentiable and any(row[1] for row in table) else x
 
 
 @torch.library.custom_op("unisono_collectives::exchange", mutates_args=())
-def _op(x: Tensor, dim: int, length: int, extra: Sequence[int], function: str, group: str, rank: int, size: int) -> Tensor:
-    return torch.tensor(exchange(function, x, dim, Ranks(group, rank, size), extra=extra))
+def _op(
+    x: Tensor, dim: int, extra: Sequence[int], same: str, ragged: bool, function: str, group: str, rank: int, size: int
+) -> Tensor:
+    ranks = Ranks(group, rank, size)
+    return torch.tensor(exchange(function, x, dim, ranks, extra=extra, same=same, ragged=ragged), device="cpu")
 
 
 @_op.register_fake
-def _(x: Tensor, dim: int, length: int, extra: Sequence[int], function: str, group: str, rank: int, size: int) -> Tensor:
+def _(
+    x: Tensor, dim: int, extra: Sequence[int], same: str, ragged: bool, function: str, group: str, rank: int, size: int
+) -> Tensor:
     return torch.empty((size, 2 + len(extra)), dtype=torch.int64, device="cpu")
 
 

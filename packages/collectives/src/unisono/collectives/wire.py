@@ -39,7 +39,7 @@ def all_gather(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
     if backend_for(x.device, pg) == "gloo":
         _exchange([x] * len(sizes), out.split_with_sizes(list(sizes)), pg)
     elif len(set(sizes)) == 1:
-        dist.all_gather_into_tensor(as_bytes(out), as_bytes(x), group=pg)
+        dist.all_gather_single(as_bytes(out), as_bytes(x), group=pg)
     else:
         dist.all_gather(list(as_bytes(out).split_with_sizes(list(sizes))), as_bytes(x), group=pg)
     return out
@@ -56,7 +56,7 @@ def reduce_scatter(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
     real = torch.view_as_real(x) if x.is_complex() else x
     out = real.new_empty((own, *real.shape[1:]))
     if len(set(sizes)) == 1:
-        dist.reduce_scatter_tensor(out, real, group=pg)
+        dist.reduce_scatter_single(out, real, group=pg)
     else:
         dist.reduce_scatter(out, list(real.split(list(sizes))), group=pg)
     return torch.view_as_complex(out) if x.is_complex() else out
@@ -125,5 +125,5 @@ def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], pg: Proces
 def small_all_gather(message: Tensor, pg: ProcessGroup) -> Tensor:
     """Equal 1-D messages of every rank, as (ranks, length)."""
     out = message.new_empty((pg.size(), message.numel()))
-    dist.all_gather_into_tensor(out.view(-1), message, group=pg)
+    dist.all_gather_single(out.view(-1), message, group=pg)
     return out
