@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 
 from unisono.collectives import (

@@ -47,10 +47,10 @@ def all_to_all_single(
         all_to_all_single(x)  ->  [1., 3.] on rank 0, [2., 4.] on rank 1
     """
     name, ranks = "all_to_all_single", resolve(group)
-    problem = complaint(x, dim) or size_complaint("send_sizes", send_sizes or [0] * ranks.size, ranks)
-    problem = problem or size_complaint("receive_sizes", receive_sizes or [0] * ranks.size, ranks)
+    problem = complaint(x, dim) or size_complaint("send_sizes", send_sizes, ranks)
+    problem = problem or size_complaint("receive_sizes", receive_sizes, ranks)
     send = () if problem else balanced(length_of(x, dim), ranks.size) if send_sizes is None else tuple(send_sizes)
-    if not problem and sum(send) != length_of(x, dim):
+    if not problem and send_sizes is not None and sum(send) != length_of(x, dim):
         problem = f"send_sizes={send} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
     if receive_sizes is not None and not checking():
         refuse(name, problem, ranks)

@@ -101,9 +101,9 @@ def reduce_scatter(
     name, ranks = "reduce_scatter", resolve(group)
     check_op(name, op, x)
     problem = complaint(x, dim) or ("x: a scalar cannot be split" if x.ndim == 0 else "")
-    problem = problem or size_complaint("sizes", sizes if sizes is not None else [0] * ranks.size, ranks)
+    problem = problem or size_complaint("sizes", sizes, ranks)
     shares = () if problem else balanced(length_of(x, dim), ranks.size) if sizes is None else tuple(sizes)
-    if not problem and sum(shares) != length_of(x, dim):
+    if not problem and sizes is not None and sum(shares) != length_of(x, dim):
         problem = f"sizes={shares} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
     if sizes is None or checking():
         table = exchange(name, x, dim, ranks, same=f"op={op!r}", ragged=False, problem=problem)

@@ -76,7 +76,7 @@ def _tell(x: Tensor | None, dim: int, root: int, sizes: Sequence[int] | None, ra
     elif x is None or x.ndim == 0:
         problem = f"x: expected a Tensor of at least one dimension on root={root}, got {describe(x)}"
     else:
-        problem = complaint(x, dim) or size_complaint("sizes", sizes if sizes is not None else [0] * ranks.size, ranks)
+        problem = complaint(x, dim) or size_complaint("sizes", sizes, ranks)
         if not problem:
             lengths = balanced(x.shape[dim], ranks.size) if sizes is None else sizes
             needs_grad = x.requires_grad and torch.is_grad_enabled()

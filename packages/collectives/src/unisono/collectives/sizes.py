@@ -27,7 +27,7 @@ def exchange_sizes(x: Tensor, dim: int = 0, *, group: Group = None) -> tuple[int
 
 def balanced(length: int, parts: int) -> tuple[int, ...]:
     """`length` divided as evenly as it goes, longer parts first: as torch.tensor_split does."""
-    return tuple(length // parts + (part < length % parts) for part in range(parts))
+    return tuple((length + parts - 1 - part) // parts for part in range(parts))  # no branch: it is traced by the compiler
 
 
 def only(rank: int, rows: int, ranks: Ranks) -> tuple[int, ...]:
@@ -60,7 +60,9 @@ def complaint(x: object, dim: int) -> str:
     return ""
 
 
-def size_complaint(name: str, sizes: Sequence[int], ranks: Ranks) -> str:
+def size_complaint(name: str, sizes: Sequence[int] | None, ranks: Ranks) -> str:
+    if sizes is None:
+        return ""
     if len(sizes) != ranks.size or min(sizes) < 0:
         return f"{name}={tuple(sizes)} must be {ranks.size} lengths, one for each rank"
     return ""

@@ -79,7 +79,7 @@ def _settle(
     tensors: list[Tensor], dim: int, sizes: Sequence[int] | None, same: tuple[object, ...], ranks: Ranks
 ) -> list[list[list[int]]]:
     """For every leaf and rank: its length along `dim` and whether a gradient is needed."""
-    problem = size_complaint("sizes", sizes, ranks) if sizes is not None else ""
+    problem = size_complaint("sizes", sizes, ranks)
     problem = problem or next((bad for x in tensors if (bad := complaint(x, dim))), "")
     if len({x.device for x in tensors}) > 1:
         problem = f"x: the leaves of a tree must be on one device, got {sorted({str(x.device) for x in tensors})}"
