@@ -28,6 +28,7 @@ TORCH_NN_BACKWARD = "torch.distributed.nn, backward"
 NEW_OUTPUT = "all_gather_into_tensor, new output"
 
 # What every ratio is to: torch's own call on the same total bytes, split equally, into an output that is allocated once.
+# They are called by the newer names all_gather_single and reduce_scatter_single, since the older ones warn at every call.
 UNITS: dict[Direction, str] = {
     "forward": "all_gather_into_tensor",
     "backward": "reduce_scatter_tensor",
@@ -142,12 +143,12 @@ def forward_contenders(whole: Tensor, own: Tensor, sizes: list[int]) -> dict[str
     x = own.clone().requires_grad_()
 
     def unit() -> Tensor:
-        dist.all_gather_into_tensor(reused, share)
+        dist.all_gather_single(reused, share)
         return reused
 
     def unit_with_new_output() -> Tensor:  # as all others must; at 64 MB fresh pages may cost more than sending
         out = torch.empty_like(whole)
-        dist.all_gather_into_tensor(out, share)
+        dist.all_gather_single(out, share)
         return out
 
     calls: dict[str, Callable[[], Tensor]] = {
@@ -171,7 +172,7 @@ def backward_contenders(whole: Tensor, own: Tensor, sizes: list[int]) -> dict[st
     x = torch.zeros_like(own).requires_grad_()
 
     def unit() -> Tensor:
-        dist.reduce_scatter_tensor(reused, grad)
+        dist.reduce_scatter_single(reused, grad)
         return reused
 
     def backward_of(y: Tensor) -> Contender:
@@ -188,7 +189,7 @@ def exchange_contenders(own: Tensor, sizes: list[int]) -> dict[str, Contender]:
     reused = torch.empty(len(sizes), dtype=torch.int64)
 
     def unit() -> Tensor:
-        dist.all_gather_into_tensor(reused, length)
+        dist.all_gather_single(reused, length)
         return reused
 
     return {UNITS["sizes"]: Contender(unit, sizes), EXCHANGE: Contender(lambda: exchange_sizes(own), sizes)}

@@ -38,8 +38,8 @@ class Linear:
     site: str = ""  # from where; not empty: verify before running
 
     def adjoint(self) -> Linear:
-        kind = KINDS[self.kind].adjoint
-        return replace(self, kind=kind, send=self.receive, receive=self.send, call=f"backward of {self.call}")
+        kind, call = KINDS[self.kind].adjoint, f"backward of {self.call}"
+        return Linear(kind, self.ranks, self.receive, self.send, self.root, call, self.site)
 
     def tangent(self) -> Linear:
         return replace(self, kind=KINDS[self.kind].tangent or self.kind, call=f"jvp of {self.call}")

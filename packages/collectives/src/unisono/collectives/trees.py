@@ -16,7 +16,7 @@ from unisono.collectives.checking import call_site, checking, describe, user_fra
 from unisono.collectives.groups import Ranks
 from unisono.collectives.linear import Linear, apply, run
 from unisono.collectives.sizes import complaint, from_rows, join_graph, length_of, refuse, settle_sizes, size_complaint, to_rows
-from unisono.collectives.wire import as_bytes, sum_blocks
+from unisono.collectives.wire import as_bytes, sum_in_order
 
 Tree = TypeVar("Tree")
 
@@ -181,7 +181,7 @@ class _ScatterTree(torch.autograd.Function):
         )
         columns = run(packed, plan).view(size, own).split(counts[rank], dim=1)
         return tuple(
-            sum_blocks(column.contiguous().view(-1).view(x.dtype).view(size, lengths[rank], *x.shape[1:]))
+            sum_in_order(column.contiguous().view(-1).view(x.dtype).view(size, lengths[rank], *x.shape[1:]).unbind())
             for column, x, lengths in zip(columns, rows, layout.lengths, strict=True)
         )
 

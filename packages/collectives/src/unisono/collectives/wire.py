@@ -12,7 +12,7 @@ so that bool, complex and float8 move everywhere. Two sets of algorithms, by bac
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,8 @@ def all_gather(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
     if out.numel() == 0:  # the same on every rank
         return out
     if backend_for(x.device, pg) == "gloo":
-        _exchange([x] * len(sizes), out.split_with_sizes(list(sizes)), pg)
+        parts = out.split_with_sizes(list(sizes))
+        _exchange([x] * len(sizes), parts, pg, meanwhile=lambda: parts[pg.rank()].copy_(x))
     elif len(set(sizes)) == 1:
         dist.all_gather_single(as_bytes(out), as_bytes(x), group=pg)
     else:
@@ -47,30 +48,30 @@ def all_gather(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
 
 def reduce_scatter(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
     """The sum over ranks of this rank's share of the rows. `sizes`: rows of each rank's share."""
-    own = sizes[pg.rank()]
+    own = (sizes[pg.rank()], *x.shape[1:])
     if x.numel() == 0:  # the same on every rank
-        return x.new_empty((own, *x.shape[1:]))
+        return x.new_empty(own)
     if backend_for(x.device, pg) == "gloo":
-        received = all_to_all(x, sizes, [own] * pg.size(), pg)
-        return sum_blocks(received.view(pg.size(), own, *x.shape[1:]))
+        shares = x.split_with_sizes(list(sizes))
+        arriving = [shares[r] if r == pg.rank() else x.new_empty(own) for r in range(pg.size())]
+        _exchange(shares, arriving, pg)
+        return sum_in_order(arriving)
     real = torch.view_as_real(x) if x.is_complex() else x
-    out = real.new_empty((own, *real.shape[1:]))
+    out = real.new_empty((own[0], *real.shape[1:]))
     if len(set(sizes)) == 1:
         dist.reduce_scatter_single(out, real, group=pg)
     else:
-        dist.reduce_scatter(out, list(real.split(list(sizes))), group=pg)
+        dist.reduce_scatter(out, list(real.split_with_sizes(list(sizes))), group=pg)
     return torch.view_as_complex(out) if x.is_complex() else out
 
 
-def sum_blocks(blocks: Tensor) -> Tensor:
-    """Sum over the first dimension, in its order: the same bits on every run.
-
-    For wide dtypes adding block by block is several times faster than Tensor.sum(0); for 16-bit floats Tensor.sum is
-    kept, since it accumulates in float32.
-    """
-    if blocks.dtype in (torch.bfloat16, torch.float16, torch.bool):
-        return blocks.sum(0, dtype=blocks.dtype)
-    total = blocks[0].clone() if len(blocks) == 1 else blocks[0] + blocks[1]
+def sum_in_order(blocks: Sequence[Tensor]) -> Tensor:
+    """A new tensor, the sum of `blocks` in their order: the same bits on every run. 16-bit floats add up in float32."""
+    if len(blocks) == 1:
+        return blocks[0].clone()
+    if blocks[0].dtype in (torch.bfloat16, torch.float16, torch.bool):
+        return torch.stack(list(blocks)).sum(0, dtype=blocks[0].dtype)
+    total = blocks[0] + blocks[1]
     for block in blocks[2:]:
         total += block
     return total
@@ -99,31 +100,34 @@ def reduce(x: Tensor, root: int, pg: ProcessGroup) -> Tensor:
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], pg: ProcessGroup) -> Tensor:
     """`send[r]` rows go to rank r, `receive[r]` rows come from it."""
     out = x.new_empty((sum(receive), *x.shape[1:]))
-    if math.prod(x.shape[1:]):  # the same on every rank, unlike the number of rows
-        if backend_for(x.device, pg) == "gloo":
-            _exchange(x.split_with_sizes(list(send)), out.split_with_sizes(list(receive)), pg)
-        else:
-            dist.all_to_all_single(as_bytes(out), as_bytes(x), list(receive), list(send), group=pg)
+    if math.prod(x.shape[1:]) == 0:  # the same on every rank, unlike the number of rows
+        return out
+    if backend_for(x.device, pg) == "gloo":
+        leaving, arriving = x.split_with_sizes(list(send)), out.split_with_sizes(list(receive))
+        _exchange(leaving, arriving, pg, meanwhile=lambda: arriving[pg.rank()].copy_(leaving[pg.rank()]))
+    else:
+        dist.all_to_all_single(as_bytes(out), as_bytes(x), list(receive), list(send), group=pg)
     return out
-
-
-def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], pg: ProcessGroup) -> None:
-    """Send `outgoing[r]` to rank r and receive `incoming[r]` from it, all at once; any dtype."""
-    rank, size = pg.rank(), pg.size()
-    pending = []
-    for step in range(1, size):
-        source, target = (rank - step) % size, (rank + step) % size
-        if incoming[source].numel():
-            pending.append(pg.recv([incoming[source]], source, _TAG))
-        if outgoing[target].numel():
-            pending.append(pg.send([outgoing[target]], target, _TAG))
-    incoming[rank].copy_(outgoing[rank])
-    for work in pending:
-        work.wait()
 
 
 def small_all_gather(message: Tensor, pg: ProcessGroup) -> Tensor:
     """Equal 1-D messages of every rank, as (ranks, length)."""
-    out = message.new_empty((pg.size(), message.numel()))
-    dist.all_gather_single(out.view(-1), message, group=pg)
-    return out
+    return all_gather(message, [message.numel()] * pg.size(), pg).view(pg.size(), -1)
+
+
+def _exchange(
+    leaving: Sequence[Tensor], arriving: Sequence[Tensor], pg: ProcessGroup, meanwhile: Callable[[], object] | None = None
+) -> None:
+    """Send `leaving[r]` to rank r and receive `arriving[r]` from it, all at once; any dtype. The own entry stays as it is."""
+    rank, size = pg.rank(), pg.size()
+    pending = []
+    for step in range(1, size):
+        source, target = (rank - step) % size, (rank + step) % size
+        if arriving[source].numel():
+            pending.append(pg.recv([arriving[source]], source, _TAG))
+        if leaving[target].numel():
+            pending.append(pg.send([leaving[target]], target, _TAG))
+    if meanwhile:
+        meanwhile()
+    for work in pending:
+        work.wait()
