@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -58,19 +59,34 @@ def group_named(name: str) -> ProcessGroup:
     return pg
 
 
+# The backend for each type of device, by group: asking torch each time costs as much as a tenth of a small collective.
+_backends: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
+
+
+def _backends_of(pg: ProcessGroup) -> dict[str, str]:
+    found = _backends.get(pg)
+    if found is None:
+        found = {device.type: str(pg._get_backend(device).name()).lower() for device in pg._device_types}
+        _backends[pg] = found
+    return found
+
+
 def backend_for(device: torch.device, pg: ProcessGroup) -> str:
     """The backend that moves tensors of `device`: one group may have one for CPUs and another for GPUs."""
-    return str(pg._get_backend(device).name()).lower()
+    backends = _backends_of(pg)
+    if device.type not in backends:
+        raise ValueError(f"group {pg.group_name!r} has backends for {sorted(backends)}, none for a tensor on {device}")
+    return backends[device.type]
 
 
 def simulated(pg: ProcessGroup) -> bool:
     """The fake group: one process plays one rank of many, and every other rank is taken to do as this one does."""
-    return bool(pg.size() > 1 and backend_for(pg._device_types[0], pg) == "fake")
+    return "fake" in _backends_of(pg).values()
 
 
 def small_message_device(pg: ProcessGroup, fallback: torch.device | None) -> torch.device:
     """Where a few integers travel best: the CPU if the group has a CPU backend, for then no GPU has to be waited for."""
-    kinds = {device.type for device in pg._device_types}
+    kinds = _backends_of(pg)
     if "cpu" in kinds:
         return torch.device("cpu")
     if fallback is not None and fallback.type in kinds:
