@@ -43,7 +43,8 @@ def main(quick: bool = False, out: Path = RESULTS, world_sizes: tuple[int, ...] 
     results = run_all(world_sizes, quick, console)
     aims = judge(results)
     console.print(ratio_table(results), aim_table(aims))
-    command = f"`{shlex.join(['python', *sys.argv])}`" + (" (quick: too few rounds to quote)" if quick else "")
+    warning = " (quick: too few rounds to quote)" if quick else ""
+    command = f"`{shlex.join(['./scripts/bench', 'collectives', *sys.argv[1:]])}`{warning}"
     path = write_report(results, aims, out, command=command, machine=machine)
     console.print(f"written: {path}, {path.with_suffix('.png').name}", soft_wrap=True)
 
