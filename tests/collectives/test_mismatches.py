@@ -43,6 +43,10 @@ UNCHECKED: dict[str, tuple[Callable[[int], object], list[str]]] = {
         ["a bad call on rank 1", "rank 1: dim=5 is out of range for x of shape (2, 3)"],
     ),
     "not a tensor on one rank": (lambda r: gather([1] if r else torch.zeros(2)), ["rank 1: x: expected a Tensor, got list"]),
+    "not even a tree on one rank": (
+        lambda r: all_gather(3.5 if r else torch.zeros(2)),
+        ["rank 1: x: expected a Tensor or a tree of tensors, got float"],
+    ),
     "reduce_scatter shapes": (lambda r: reduce_scatter(torch.zeros(4 + r)), ["float32[4]", "float32[5]"]),
     "reduce_scatter ops": (lambda r: reduce_scatter(torch.zeros(4), op=["sum", "max"][r]), ["the ranks disagree"]),
     "scatter without x": (lambda r: scatter(None), ["rank 0: x: expected a Tensor of at least one dimension on root=0"]),

@@ -90,6 +90,11 @@ def tree_under_func() -> None:
     x = torch.randn(2 + dist.get_rank(), 3, dtype=torch.float64)
     together = torch.func.grad(lambda x: (all_gather({"x": x})["x"] ** 2).sum())(x)
     torch.testing.assert_close(together, 2 * dist.get_world_size() * x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(all_gather({"x": dual})["x"]).tangent
+        alone = torch.autograd.forward_ad.unpack_dual(all_gather(dual)).tangent
+    assert tangent.shape == (5, 3) and (tangent == 1).all() and torch.equal(tangent, alone)
 
 
 def test_tree_under_torch_func():

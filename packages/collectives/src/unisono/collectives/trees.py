@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from unisono.collectives.agreement import agree
 from unisono.collectives.checking import call_site, checking, describe, user_frame
@@ -26,11 +27,12 @@ def gather_tree(tree: Tree, dim: int, sizes: Sequence[int] | None, kind: str, ra
     leaves, rebuild, structure = flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[place] for place in places]
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        gathered = [_gather_leaf(x, dim, sizes, kind, ranks) for x in tensors]  # no bytes under a tracer: leaf by leaf
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        gathered = [_gather_leaf(x, dim, sizes, kind, ranks) for x in tensors]  # bytes cannot be traced: leaf by leaf
     else:
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        table = _settle(tensors, dim, sizes, (structure, repr(others)), ranks)
+        problem = f"x: expected a Tensor or a tree of tensors, got {type(tree).__name__}" if others == [tree] else ""
+        table = _settle(tensors, dim, sizes, (structure, repr(others)), problem, ranks)
         rows = [to_rows(join_graph(x, table[place]), dim) for place, x in enumerate(tensors)]
         lengths = tuple(tuple(row[0] for row in leaf) for leaf in table)
         moving = tuple(x.dtype.is_floating_point or x.dtype.is_complex for x in tensors)
@@ -76,10 +78,10 @@ def _gather_leaf(x: Tensor, dim: int, sizes: Sequence[int] | None, kind: str, ra
 
 
 def _settle(
-    tensors: list[Tensor], dim: int, sizes: Sequence[int] | None, same: tuple[object, ...], ranks: Ranks
+    tensors: list[Tensor], dim: int, sizes: Sequence[int] | None, same: tuple[object, ...], problem: str, ranks: Ranks
 ) -> list[list[list[int]]]:
     """For every leaf and rank: its length along `dim` and whether a gradient is needed."""
-    problem = size_complaint("sizes", sizes, ranks)
+    problem = problem or size_complaint("sizes", sizes, ranks)
     problem = problem or next((bad for x in tensors if (bad := complaint(x, dim))), "")
     if len({x.device for x in tensors}) > 1:
         problem = f"x: the leaves of a tree must be on one device, got {sorted({str(x.device) for x in tensors})}"
@@ -93,11 +95,12 @@ def _settle(
     def others(x: Tensor) -> tuple[object, ...]:
         return str(x.dtype), x.ndim, [size for d, size in enumerate(x.shape) if d != dim % x.ndim]
 
+    recording = torch.is_grad_enabled()
     table = agree(
         "all_gather",
         ranks,
         same=("all_gather", dim, same, sizes, [] if problem else [others(x) for x in tensors]),
-        numbers=[n for x, length in zip(tensors, lengths, strict=True) for n in (length, x.requires_grad)],
+        numbers=[n for x, length in zip(tensors, lengths, strict=True) for n in (length, x.requires_grad and recording)],
         words=lambda: f"all_gather of {', '.join(map(describe, tensors))} in {same[0]}, dim={dim}, at {user_frame()}",
         device=tensors[0].device if tensors else None,
         rule=f"The tree, its dtypes, every dimension but {dim}, and all that is not a tensor must be the same on every rank.",
