@@ -151,6 +151,18 @@ def test_ranks_left_out_of_step_fail_the_test_that_left_them(failed):
     failed(leave_a_barrier_over, timeout=3.0)
 
 
+def test_what_cannot_run_is_refused_at_once():
+    with pytest.raises(TypeError, match="top-level function"):
+        run_ranks(lambda: None)
+    with pytest.raises(ValueError, match="world_size=0"):
+        run_ranks(draw, world_size=0)
+
+
+def test_failure_begins_with_its_cause_and_tells_the_same_once(failed):
+    text = str(failed(raise_on, 1))
+    assert text.startswith("raise_on: rank 1 of 3 raised: ZeroDivisionError: from rank 1\n--- rank 1 raised")
+
+
 def test_every_call_starts_from_the_same_seed():
     assert len({*run_ranks(draw, world_size=2), *run_ranks(draw, world_size=2)}) == 1
 

@@ -45,7 +45,7 @@ UNCHECKED: dict[str, tuple[Callable[[int], object], list[str]]] = {
     "not a tensor on one rank": (lambda r: gather([1] if r else torch.zeros(2)), ["rank 1: x: expected a Tensor, got list"]),
     "not even a tree on one rank": (
         lambda r: all_gather(3.5 if r else torch.zeros(2)),
-        ["rank 1: x: expected a Tensor or a tree of tensors, got float"],
+        ["rank 1: x: expected a Tensor or a tree of tensors, got float without any tensor"],
     ),
     "reduce_scatter shapes": (lambda r: reduce_scatter(torch.zeros(4 + r)), ["float32[4]", "float32[5]"]),
     "reduce_scatter ops": (lambda r: reduce_scatter(torch.zeros(4), op=["sum", "max"][r]), ["the ranks disagree"]),
@@ -119,11 +119,11 @@ CHECKED: dict[str, tuple[Callable[[int], object], list[str]]] = {
     "skipped call": (in_checked(lambda r: two_calls(r, skipped=True)), ["test_mismatches.py:"]),
     "roots": (in_checked(lambda r: broadcast(torch.ones(2), root=r)), ["broadcast(root=0)", "broadcast(root=1)"]),
     "wrong splits": (
-        in_checked(lambda r: all_to_all_single(torch.ones(4), send_sizes=[2, 2], receive_sizes=[2, 2 + r])),
-        ["rank 1 sends 2 rows to rank 1, which expects 3"],
+        in_checked(lambda r: all_to_all_single(torch.ones(4), send_sizes=[2, 2], receive_sizes=[2 + r, 2])),
+        ["rank 0 sends 2 rows to rank 1, which expects 3"],
     ),
     "receiver expects less": (
-        in_checked(lambda r: all_to_all_single(torch.ones(4), send_sizes=[2, 2], receive_sizes=[2 - r, 2 - r])),
+        in_checked(lambda r: all_to_all_single(torch.ones(4), send_sizes=[2, 2], receive_sizes=[2 - r, 2])),
         ["rank 0 sends 2 rows to rank 1, which expects 1"],
     ),
     "sizes that differ": (
@@ -212,7 +212,7 @@ def test_agreement_on_more_numbers_than_the_header_holds():
         (lambda x: gather(x, root=3), "gather: root=3 is not a rank of this group"),
         (lambda x: global_mean(x, grad_reduce="avg"), "global_mean: grad_reduce='avg'"),
         (lambda x: global_mean(x, weights=torch.ones(7)), r"weights of shape \(7,\)"),
-        (lambda x: all_gather(x, sizes=[1, 2]), r"sizes=\(1, 2\) must be 1 lengths"),
+        (lambda x: all_gather(x, sizes=[1, 2]), r"sizes=\(1, 2\) must have one length for each of 1 rank"),
         (lambda x: reduce_scatter(torch.tensor(1.0)), "a scalar cannot be split"),
     ],
 )
@@ -224,7 +224,7 @@ def test_bad_arguments_name_function_argument_and_value(call, message):
 def outsider() -> None:
     group = dist.new_group([0])
     if dist.get_rank() == 1:
-        with pytest.raises(TypeError, match="a ProcessGroup that this rank belongs to"):
+        with pytest.raises(ValueError, match="this rank is not in the group"):
             all_reduce(torch.ones(1), group=group)
 
 

@@ -137,4 +137,4 @@ def different_trees() -> str:
 def test_different_trees_are_refused_on_all_ranks():
     messages = run_ranks(different_trees, world_size=2)
     assert messages[0] == messages[1]
-    assert "rank 0: all_gather of float32[2] in" in messages[0] and "'text'" in messages[0]
+    assert "rank 0: all_gather(a tree of float32[2], dim=0)" in messages[0] and "'text'" in messages[0]

@@ -55,7 +55,10 @@ def agree(
     room = _HEADER - _FIXED
     head = [int(bool(problem)), _fingerprint(same), len(numbers), *numbers[:room]]
     head += [0] * (_HEADER - len(head))
-    table = small_all_gather(_int64(head).to(where), pg).tolist()
+    try:
+        table = small_all_gather(_int64(head).to(where), pg).tolist()
+    except RuntimeError as error:
+        raise RuntimeError(f"{function}: no word from the other ranks; rank {ranks.rank}: {problem or words()}") from error
     if any(row[0] for row in table) or any(row[1] != head[1] for row in table):
         faulty = [bool(row[0]) for row in table]
         raise MismatchError(_explain(function, problem or words(), rule, faulty, where, pg))

@@ -52,6 +52,8 @@ def all_to_all_single(
     send = () if problem else balanced(length_of(x, dim), ranks.size) if send_sizes is None else tuple(send_sizes)
     if not problem and send_sizes is not None and sum(send) != length_of(x, dim):
         problem = f"send_sizes={send} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
+    if not problem and receive_sizes is not None and receive_sizes[ranks.rank] != send[ranks.rank]:
+        problem = f"send_sizes={send} and receive_sizes={tuple(receive_sizes)} differ for what stays on rank {ranks.rank}"
     if receive_sizes is not None and not checking():
         refuse(name, problem, ranks)
         receive = tuple(receive_sizes)
@@ -94,6 +96,8 @@ def shift(x: Tensor, offset: int = 1, *, sizes: Sequence[int] | None = None, gro
         shift(x)  ->  [2.], [0.], [1.]
     """
     ranks = resolve(group)
+    if not isinstance(offset, int):
+        raise TypeError(f"shift: offset={offset!r} must be an integer")
     x, lengths = settle_sizes("shift", x, 0, sizes, ranks)
     target, source = (ranks.rank + offset) % ranks.size, (ranks.rank - offset) % ranks.size
     send, receive = only(target, lengths[ranks.rank], ranks), only(source, lengths[source], ranks)

@@ -37,7 +37,8 @@ def all_gather(
 
     Backward: grad="sum" adds the gradients of all ranks (a reduce_scatter), the true adjoint: use it when each rank
     computes its own part of the loss. grad="slice" keeps this rank's slice without communication, as if the other ranks'
-    data were constants: use it when every rank computes the same loss. All ranks must run the backward.
+    data were constants: use it when every rank computes the same loss and the gradients are then added. Beside DDP and FSDP,
+    which average, keep "sum" (packages/README.md). All ranks must run the backward.
 
     Example, 2 ranks holding [1.] and [2., 3.]:
         all_gather(x)  ->  [1., 2., 3.] on both

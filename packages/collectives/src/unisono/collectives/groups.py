@@ -42,11 +42,10 @@ def resolve(group: Group) -> Ranks:
     elif isinstance(group, tuple):
         mesh, name = group
         group = mesh.get_group(name)
+    if not isinstance(group, ProcessGroup) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this rank is not in the group; only its members may call")
     if not isinstance(group, ProcessGroup):
-        raise TypeError(
-            "group: expected None, a ProcessGroup that this rank belongs to, a 1-D DeviceMesh or (mesh, dimension name), "
-            f"got {group!r}"
-        )
+        raise TypeError(f"group: expected None, a ProcessGroup, a 1-D DeviceMesh or (mesh, dimension name), got {group!r}")
     return Ranks(group.group_name, group.rank(), group.size())
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from unisono.collectives.groups import Ranks
+
+
+def check_tensor(function: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{function}: x: expected a Tensor, got {type(x).__name__}")
 
 
 def one_of(function: str, argument: str, value: str, choices: tuple[str, ...]) -> None:

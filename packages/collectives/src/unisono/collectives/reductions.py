@@ -13,7 +13,7 @@ from unisono.collectives.checking import call_site, checking
 from unisono.collectives.gathers import gather
 from unisono.collectives.groups import Group, Ranks, resolve
 from unisono.collectives.linear import Linear, apply
-from unisono.collectives.options import one_of, rank_of
+from unisono.collectives.options import check_tensor, one_of, rank_of
 from unisono.collectives.sizes import (
     balanced,
     complaint,
@@ -36,8 +36,9 @@ def all_reduce(x: Tensor, op: ReduceOp = "sum", *, grad: ReduceGrad = "sum", gro
 
     Backward: grad="sum" gives the true adjoint. The gradients of all ranks are added and then pass through the derivative
     of `op` as torch has it for one tensor: ties of max and min share, zeros in a product are exact. grad="identity" (for
-    op="sum") hands each rank its own gradient without communication, as if the other ranks' data were constants: use it
-    when every rank computes the same loss, as tensor parallelism does. All ranks must run the backward.
+    op="sum") hands each rank its own gradient without communication, as if the other ranks' data were constants: for
+    tensor parallelism, where every rank computes the same loss and gradients are not averaged. All ranks must run the
+    backward. Shape, dtype and op are not compared unless in checked().
 
     Example, 2 ranks holding [1.] and [2.]:
         all_reduce(x)  ->  [3.] on both;  all_reduce(x, "max")  ->  [2.] on both
@@ -125,6 +126,7 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
         global_mean(x)  ->  3. on both (the mean of the local means would be 2.5)
     """
     one_of("global_mean", "grad_reduce", grad_reduce, ("mean", "sum"))
+    check_tensor("global_mean", x)
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"global_mean: x must be floating point or complex, got {x.dtype}")
     wide = torch.complex128 if x.is_complex() else torch.float64
@@ -143,6 +145,7 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
 
 
 def check_op(function: str, op: str, x: Tensor) -> None:
+    check_tensor(function, x)
     one_of(function, "op", op, ("sum", "avg", "max", "min", "product"))
     floating = x.is_floating_point() or x.is_complex()
     if op == "avg" and not floating:

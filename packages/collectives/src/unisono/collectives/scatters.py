@@ -11,7 +11,7 @@ from unisono.collectives.agreement import agree
 from unisono.collectives.checking import call_site, describe, user_frame
 from unisono.collectives.groups import Group, Ranks, resolve
 from unisono.collectives.linear import Linear, apply
-from unisono.collectives.options import rank_of
+from unisono.collectives.options import check_tensor, rank_of
 from unisono.collectives.sizes import balanced, complaint, from_rows, join_graph, only, size_complaint, to_rows
 from unisono.collectives.tracing import untraced
 
@@ -19,7 +19,8 @@ _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype))
 
 
 def broadcast(x: Tensor, *, root: int = 0, group: Group = None) -> Tensor:
-    """`x` of rank `root` of the group, on every rank. All ranks pass a tensor of the same shape and dtype.
+    """`x` of rank `root` of the group, on every rank. All ranks pass a tensor of the same shape and dtype,
+    which is not compared unless in checked().
 
     Backward: the gradients of all ranks are added on `root`; the others' own `x` has no influence, so its gradient is
     zero. All ranks must run it.
@@ -28,6 +29,7 @@ def broadcast(x: Tensor, *, root: int = 0, group: Group = None) -> Tensor:
         broadcast(x)  ->  [1.] on both
     """
     ranks = resolve(group)
+    check_tensor("broadcast", x)
     root = rank_of("broadcast", "root", root, ranks)
     plan = Linear("broadcast", ranks, root=root, call=f"broadcast(root={root})", site=call_site())
     return apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
@@ -73,7 +75,7 @@ def _tell(x: Tensor | None, dim: int, root: int, sizes: Sequence[int] | None, ra
         problem = (
             "" if empty else f"x must be None (or of length 0 along dim {dim}) on ranks other than {root}, got {describe(x)}"
         )
-    elif x is None or x.ndim == 0:
+    elif not isinstance(x, Tensor) or x.ndim == 0:
         problem = f"x: expected a Tensor of at least one dimension on root={root}, got {describe(x)}"
     else:
         problem = complaint(x, dim) or size_complaint("sizes", sizes, ranks)
@@ -89,7 +91,7 @@ def _tell(x: Tensor | None, dim: int, root: int, sizes: Sequence[int] | None, ra
         same=("scatter", dim, root),
         numbers=facts,
         words=lambda: f"scatter({describe(x)}, dim={dim}, root={root}) at {user_frame()}",
-        device=x.device if x is not None else None,
+        device=getattr(x, "device", None),
         rule="All ranks must make the same call.",
         problem=problem,
     )[root]

@@ -55,21 +55,25 @@ def complaint(x: object, dim: int) -> str:
     """What is wrong with the pair, or nothing."""
     if not isinstance(x, Tensor):
         return f"x: expected a Tensor, got {type(x).__name__}"
-    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
-        return f"dim={dim} is out of range for x of shape {tuple(x.shape)}"
+    if not isinstance(dim, int) or not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
+        return f"dim={dim!r} is out of range for x of shape {tuple(x.shape)}"
     return ""
 
 
 def size_complaint(name: str, sizes: Sequence[int] | None, ranks: Ranks) -> str:
     if sizes is None:
         return ""
+    if not isinstance(sizes, Sequence):
+        return f"{name}={sizes!r} must be a sequence of lengths, one for each rank"
     if len(sizes) != ranks.size or min(sizes) < 0:
-        return f"{name}={tuple(sizes)} must be {ranks.size} lengths, one for each rank"
+        return f"{name}={tuple(sizes)} must have one length for each of {ranks.size} rank{'s' * (ranks.size > 1)}"
     return ""
 
 
 def refuse(function: str, problem: str, ranks: Ranks) -> None:
     """Raise for a problem that only this rank may know of."""
+    if problem and ranks.size == 1:
+        raise ValueError(f"{function}: {problem}")
     if problem:
         raise ValueError(
             f"{function}: {problem} (rank {ranks.rank} of {ranks.size}; with sizes given the ranks do not consult, "

@@ -31,8 +31,7 @@ def gather_tree(tree: Tree, dim: int, sizes: Sequence[int] | None, kind: str, ra
         gathered = [_gather_leaf(x, dim, sizes, kind, ranks) for x in tensors]  # bytes cannot be traced: leaf by leaf
     else:
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        problem = f"x: expected a Tensor or a tree of tensors, got {type(tree).__name__}" if others == [tree] else ""
-        table = _settle(tensors, dim, sizes, (structure, repr(others)), problem, ranks)
+        table = _settle(tensors, dim, sizes, (structure, repr(others)), _tree_complaint(tree, tensors, others), ranks)
         rows = [to_rows(join_graph(x, table[place]), dim) for place, x in enumerate(tensors)]
         lengths = tuple(tuple(row[0] for row in leaf) for leaf in table)
         moving = tuple(x.dtype.is_floating_point or x.dtype.is_complex for x in tensors)
@@ -71,6 +70,15 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any], str]:
     return leaves, rebuild, f"{spec}{inner}"
 
 
+def _tree_complaint(tree: object, tensors: list[Tensor], others: list[Any]) -> str:
+    """Values that look as if they were to be gathered, but are not tensors."""
+    arrays = [type(leaf).__name__ for leaf in others if hasattr(leaf, "__array__")]
+    if arrays or (not tensors and any(leaf is not None for leaf in others)) or tree is None:
+        kind = arrays[0] if arrays else type(tree).__name__
+        return f"x: expected a Tensor or a tree of tensors, got {kind}{'' if arrays else ' without any tensor'}"
+    return ""
+
+
 def _gather_leaf(x: Tensor, dim: int, sizes: Sequence[int] | None, kind: str, ranks: Ranks) -> Tensor:
     x, lengths = settle_sizes("all_gather", x, dim, sizes, ranks)
     plan = Linear(kind, ranks, send=(lengths[ranks.rank],), receive=lengths, call="all_gather of a tree", site=call_site())
@@ -101,7 +109,10 @@ def _settle(
         ranks,
         same=("all_gather", dim, same, sizes, [] if problem else [others(x) for x in tensors]),
         numbers=[n for x, length in zip(tensors, lengths, strict=True) for n in (length, x.requires_grad and recording)],
-        words=lambda: f"all_gather of {', '.join(map(describe, tensors))} in {same[0]}, dim={dim}, at {user_frame()}",
+        words=lambda: (
+            f"all_gather(a tree of {', '.join(map(describe, tensors))}, dim={dim}) at {user_frame()}, "
+            f"in {' '.join(str(same[0]).split())} beside {same[1]}"
+        ),
         device=tensors[0].device if tensors else None,
         rule=f"The tree, its dtypes, every dimension but {dim}, and all that is not a tensor must be the same on every rank.",
         problem=problem,

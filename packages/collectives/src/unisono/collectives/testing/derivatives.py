@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.collectives.gathers import all_gather
 from unisono.collectives.groups import Group, process_group, resolve
 
 
@@ -33,9 +33,12 @@ def gradcheck(
     ranks = resolve(group)
     pg = process_group(ranks)
     wanted = [x for x in inputs if x.requires_grad]
+    if not wanted or any(x.dtype != torch.float64 for x in wanted):
+        raise ValueError(
+            f"gradcheck: inputs must be float64, and some must require a gradient; got {[x.dtype for x in inputs]}"
+        )
     analytic = torch.autograd.grad(local_total(), wanted, allow_unused=True)
-    counts: list[int] = [0] * ranks.size
-    dist.all_gather_object(counts, sum(x.numel() for x in wanted), group=pg)
+    counts = all_gather(torch.tensor(sum(x.numel() for x in wanted)), group=group).tolist()
 
     def global_total() -> float:
         with torch.no_grad():
@@ -57,7 +60,7 @@ def gradcheck(
                     _nudge(wanted[place], i, -step)
             if rank == ranks.rank:
                 numeric[place].view(-1)[i] = (ends[0] - ends[1]) / (2 * eps)
-    _raise_together(analytic, numeric, atol, rtol, ranks.rank, pg)
+    _raise_together(analytic, numeric, atol, rtol, group)
 
 
 def gradgradcheck(
@@ -87,14 +90,20 @@ def _nudge(x: Tensor, index: int, step: float) -> None:
 
 
 def _raise_together(
-    analytic: Sequence[Tensor | None], numeric: Sequence[Tensor], atol: float, rtol: float, rank: int, pg: Any
+    analytic: Sequence[Tensor | None], numeric: Sequence[Tensor], atol: float, rtol: float, group: Group
 ) -> None:
     problems = []
     for place, (ours, reference) in enumerate(zip(analytic, numeric, strict=True)):
         ours = torch.zeros_like(reference) if ours is None else ours
         if not torch.allclose(ours, reference, atol=atol, rtol=rtol):
-            problems.append(f"rank {rank}, input {place}: analytic\n{ours}\nnumerical\n{reference}")
-    everyone: list[list[str]] = [[]] * pg.size()
-    dist.all_gather_object(everyone, problems, group=pg)
-    if any(everyone):
-        raise AssertionError("the gradient is not that of the sum over ranks\n" + "\n".join(chain(*everyone)))
+            worst = int((ours - reference).abs().argmax())
+            a, n = float(ours.reshape(-1)[worst]), float(reference.reshape(-1)[worst])
+            ratio = f" ({a / n:.4g} times)" if n else ""
+            problems.append(
+                f"\n  rank {resolve(group).rank}, input {place} of shape {tuple(ours.shape)}: worst at element {worst}, "
+                f"analytic {a:.6g}, numerical {n:.6g}{ratio}"
+            )
+    text = torch.frombuffer(bytearray("".join(problems).encode() or b" "), dtype=torch.uint8)
+    everyones = bytes(all_gather(text, group=group).tolist()).decode().rstrip()
+    if everyones.strip():
+        raise AssertionError(f"the gradient is not that of the sum over ranks:{everyones}")

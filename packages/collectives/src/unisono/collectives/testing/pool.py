@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from unisono.collectives.testing.worker import serve, stacks_file
 
+_SEVERITY = ("died", "raised", "hung", "returned")  # what is most likely the cause comes first
 _GRACE = 2.0  # seconds the other ranks have to report, once one has failed
 
 
@@ -32,16 +33,22 @@ class RankReport:
     state: Literal["returned", "raised", "died", "hung"]
     detail: str = ""
 
-    def __str__(self) -> str:
-        return f"--- rank {self.rank} {self.state}{': ' if self.detail else ''}{self.detail.rstrip()}"
-
 
 class RanksFailed(AssertionError):  # noqa: N818  (it reads as what it says)
     """At least one rank did not return. `reports` has one entry for each rank."""
 
     def __init__(self, name: str, reports: list[RankReport]) -> None:
         self.reports = reports
-        super().__init__(f"{name} failed on {len(reports)} ranks\n" + "\n".join(map(str, reports)))
+        by_text: dict[tuple[str, str], list[int]] = {}  # the same traceback on several ranks is shown once
+        for report in sorted(reports, key=lambda report: _SEVERITY.index(report.state)):
+            by_text.setdefault((report.state, report.detail), []).append(report.rank)
+        told = [
+            f"--- rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {state}{': ' * bool(detail)}{detail.rstrip()}"
+            for (state, detail), ranks in by_text.items()
+        ]
+        first = next(iter(by_text))
+        cause = first[1].rstrip().rpartition("\n")[2] if first[0] != "hung" else "no answer"
+        super().__init__("\n".join([f"{name}: rank {by_text[first][0]} of {len(reports)} {first[0]}: {cause}", *told]))
 
 
 class RankPool:
@@ -69,12 +76,17 @@ class RankPool:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """`fn(*args)` on every rank; the results in rank order, or RanksFailed. `fn` is a top-level function."""
+        __tracebackhide__ = True  # pytest: show the ranks' tracebacks, not ours
         results = self._call(fn, args, timeout)
         self._call(dist.barrier, (), timeout)  # a test that leaves the ranks out of step fails here, not the next one
         return results
 
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        request = pickle.dumps((fn, args))
+        __tracebackhide__ = True
+        try:
+            request = pickle.dumps((fn, args))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(f"run_ranks: fn must be a top-level function, and its arguments must pickle: {error}") from error
         self.usable = False  # until every rank has returned
         for connection in self.connections:
             with suppress(OSError):  # a dead rank: _collect will report it
@@ -153,7 +165,8 @@ def run_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: 
 
     `fn` is a top-level function (it is pickled by name) in which torch.distributed is initialised with gloo. Raises
     RanksFailed with every rank's traceback, signal or stack if any rank raises, exits, crashes, or is not done after
-    `timeout` seconds. The processes are kept for the next call with the same world size, unless they failed.
+    `timeout` seconds. The processes are kept for the next call with the same world size, unless they failed; so what a
+    function changes globally (default dtype, environment) stays for the next one. The seed is set anew for each.
 
     Example (in a file of its own, since ranks import it):
         def adds_up():
@@ -163,6 +176,9 @@ def run_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: 
         def test_adds_up():
             run_ranks(adds_up, world_size=4)
     """
+    __tracebackhide__ = True
+    if world_size < 1:
+        raise ValueError(f"run_ranks: world_size={world_size} must be at least 1")
     pool = _pools.get(world_size)
     if pool is None or not pool.usable:
         pool = _pools[world_size] = RankPool(world_size)
