@@ -43,20 +43,24 @@ def examples() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "code"), examples(), ids=[name for name, _ in examples()])
 def test_readme_example_runs(name, code, tmp_path):
-    """Alone, and on two ranks by torchrun: the same script."""
+    """Alone, and on three ranks by torchrun: the same script, and the same losses and gradients if it prints some."""
     script = tmp_path / "example.py"
     script.write_text(code)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     if "def test_" in code:
         commands = [["-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)]]
     else:
         commands = [[str(script)], [*runner, str(script)]]
+    printed = []
     for command in commands:
         result = subprocess.run(
             [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
         )
         assert result.returncode == 0, result.stdout + result.stderr
+        printed += re.findall(r"loss \S+, gradient \S+", result.stdout)
+    assert len(set(printed)) <= 1, printed
+    assert len(printed) in (0, 4)
 
 
 @pytest.mark.parametrize("path", READMES, ids=[str(path.relative_to(ROOT)) for path in READMES])
