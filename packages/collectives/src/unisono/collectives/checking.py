@@ -13,18 +13,21 @@ from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup
 
 from unisono.collectives.agreement import agree
+from unisono.collectives.groups import process_group
 
 if TYPE_CHECKING:
     from unisono.collectives.linear import Linear
 
 _PACKAGE = str(Path(__file__).parent)
 _mode: ContextVar[str] = ContextVar("unisono_check", default="")  # "", "calls" or "sites"
-_calls_made: dict[str, int] = {}  # by group name; the sequence number is what finds a skipped call
+_calls_made: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()  # the sequence number finds a skipped call
 
 
 @contextmanager
@@ -77,7 +80,8 @@ def user_frame() -> str:
 def verify(x: Tensor, plan: Linear) -> None:
     """Agree that every rank is about to run `plan`, and that its splits fit those of the others."""
     ranks = plan.ranks
-    number = _calls_made[ranks.name] = _calls_made.get(ranks.name, 0) + 1
+    pg = process_group(ranks)
+    number = _calls_made[pg] = _calls_made.get(pg, 0) + 1
     kind = plan.kind.removesuffix("_own")  # a named gradient changes the backward, not what travels now
     by_rows = kind in ("all_gather", "reduce_scatter", "all_to_all")
     common = {"all_gather": plan.receive, "reduce_scatter": plan.send}.get(kind, ())

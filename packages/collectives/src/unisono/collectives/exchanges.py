@@ -98,7 +98,7 @@ def shift(x: Tensor, offset: int = 1, *, sizes: Sequence[int] | None = None, gro
     ranks = resolve(group)
     if not isinstance(offset, int):
         raise TypeError(f"shift: offset={offset!r} must be an integer")
-    x, lengths = settle_sizes("shift", x, 0, sizes, ranks)
+    x, lengths = settle_sizes("shift", x, 0, sizes, ranks, same=f"offset={offset}")
     target, source = (ranks.rank + offset) % ranks.size, (ranks.rank - offset) % ranks.size
     send, receive = only(target, lengths[ranks.rank], ranks), only(source, lengths[source], ranks)
     plan = Linear("all_to_all", ranks, send, receive, call=f"shift(offset={offset})", site=call_site())

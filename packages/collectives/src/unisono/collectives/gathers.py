@@ -47,7 +47,7 @@ def all_gather(
     ranks = resolve(group)
     if not isinstance(x, Tensor):
         return gather_tree(x, dim, sizes, "all_gather_own" if grad == "slice" else "all_gather", ranks)
-    x, lengths = settle_sizes("all_gather", x, dim, sizes, ranks)
+    x, lengths = settle_sizes("all_gather", x, dim, sizes, ranks, same=f"grad={grad!r}")
     kind = "all_gather_own" if grad == "slice" else "all_gather"
     own = (lengths[ranks.rank],)
     plan = Linear(kind, ranks, send=own, receive=lengths, call=f"all_gather(grad={grad!r})", site=call_site())
@@ -64,7 +64,7 @@ def gather(x: Tensor, dim: int = 0, *, root: int = 0, sizes: Sequence[int] | Non
     """
     ranks = resolve(group)
     root = rank_of("gather", "root", root, ranks)
-    x, lengths = settle_sizes("gather", x, dim, sizes, ranks)
+    x, lengths = settle_sizes("gather", x, dim, sizes, ranks, same=f"root={root}")
     send = only(root, lengths[ranks.rank], ranks)
     receive = lengths if ranks.rank == root else (0,) * ranks.size
     plan = Linear("all_to_all", ranks, send, receive, call=f"gather(root={root})", site=call_site())

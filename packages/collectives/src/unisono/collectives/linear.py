@@ -137,6 +137,10 @@ class _TransformedCollective(_Collective):
 def apply(x: Tensor, plan: Linear) -> Tensor:
     """Run `plan` on the rows of `x`, differentiably."""
     if torch.compiler.is_compiling():
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise RuntimeError(
+                f"{plan.call}: torch.func transforms of a collective do not work inside torch.compile; leave it out"
+            )
         ranks = plan.ranks
         y: Tensor = _op(x, plan.kind, plan.send, plan.receive, plan.root, plan.call, ranks.name, ranks.rank, ranks.size)
     elif torch._C._are_functorch_transforms_active():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -52,8 +52,7 @@ def all_reduce(x: Tensor, op: ReduceOp = "sum", *, grad: ReduceGrad = "sum", gro
     rows = x.reshape(1) if x.ndim == 0 else x
     if op in ("sum", "avg"):
         plan = Linear("all_reduce_own" if grad == "identity" else "all_reduce", ranks, call=call, site=call_site())
-        total = apply(rows, plan)
-        return (total / ranks.size if op == "avg" else total).reshape(x.shape)
+        return _averaged(rows, op, ranks, lambda rows: apply(rows, plan)).reshape(x.shape)
     # Each rank reduces its share of the elements and all gather the shares: the traffic of an all_reduce, and torch's
     # own derivative of `op`, to any order.
     shares = balanced(x.numel(), ranks.size)
@@ -77,8 +76,8 @@ def reduce(x: Tensor, op: ReduceOp = "sum", *, root: int = 0, group: Group = Non
     call = f"reduce(op={op!r}, root={root})"
     rows = x.reshape(1) if x.ndim == 0 else x
     if op in ("sum", "avg"):
-        total = apply(rows, Linear("reduce", ranks, root=root, call=call, site=call_site()))
-        return (total / ranks.size if op == "avg" else total).reshape(x.shape)
+        plan = Linear("reduce", ranks, root=root, call=call, site=call_site())
+        return _averaged(rows, op, ranks, lambda rows: apply(rows, plan)).reshape(x.shape)
     shares = balanced(x.numel(), ranks.size)
     result = gather(_reduce_rows(rows.reshape(-1), shares, op, ranks, call), root=root, sizes=shares, group=group)
     if ranks.rank != root:
@@ -138,7 +137,7 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
                 f"global_mean: weights of shape {tuple(weights.shape)} fit neither x of shape {tuple(x.shape)} nor its samples"
             )
         weights = weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim)).expand_as(x)
-        total, count = (x * weights).sum(dtype=wide), weights.sum(dtype=wide)
+        total, count = (x.to(wide) * weights).sum(), weights.sum(dtype=wide)
     # With the same loss on every rank, the true adjoint counts each gradient once for every rank: what averaging undoes.
     both = all_reduce(torch.stack([total, count]), grad="sum" if grad_reduce == "mean" else "identity", group=group)
     return (both[0] / both[1]).to(x.dtype)
@@ -156,12 +155,20 @@ def check_op(function: str, op: str, x: Tensor) -> None:
         raise TypeError(f"{function}: {x.dtype} can be moved but not reduced; convert it first, to bfloat16 for instance")
 
 
+def _averaged(rows: Tensor, op: str, ranks: Ranks, add_up: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sum, or for op="avg" the mean. 16-bit floats are divided first: their sum may overflow where the mean does not."""
+    if op == "avg" and rows.dtype in (torch.float16, torch.bfloat16):
+        return add_up(rows / ranks.size)
+    total = add_up(rows)
+    return total / ranks.size if op == "avg" else total
+
+
 def _reduce_rows(rows: Tensor, shares: tuple[int, ...], op: str, ranks: Ranks, call: str) -> Tensor:
     """This rank's share of the rows, reduced over the ranks."""
     own = shares[ranks.rank]
     if op in ("sum", "avg"):
-        total = apply(rows, Linear("reduce_scatter", ranks, send=shares, receive=(own,), call=call, site=call_site()))
-        return total / ranks.size if op == "avg" else total
+        plan = Linear("reduce_scatter", ranks, send=shares, receive=(own,), call=call, site=call_site())
+        return _averaged(rows, op, ranks, lambda rows: apply(rows, plan))
     from_each = (own,) * ranks.size
     blocks = apply(rows, Linear("all_to_all", ranks, send=shares, receive=from_each, call=call, site=call_site()))
     blocks = rearrange(blocks, "(r n) ... -> r n ...", r=ranks.size)

@@ -82,17 +82,20 @@ def refuse(function: str, problem: str, ranks: Ranks) -> None:
 
 
 def settle_sizes(
-    function: str, x: Tensor, dim: int, sizes: Sequence[int] | None, ranks: Ranks
+    function: str, x: Tensor, dim: int, sizes: Sequence[int] | None, ranks: Ranks, same: str = ""
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """`x` (now part of the graph if that of any rank is) and every rank's length along `dim`."""
+    """`x` (now part of the graph if that of any rank is) and every rank's length along `dim`.
+
+    `same`: the other arguments, which must be the same on all ranks.
+    """
     if sizes is None:
-        table = exchange(function, x, dim, ranks)
+        table = exchange(function, x, dim, ranks, same=same)
         return join_graph(x, table), lengths_of(table)
     problem = complaint(x, dim) or size_complaint("sizes", sizes, ranks)
     if not problem and length_of(x, dim) != sizes[ranks.rank]:
         problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} along dim {dim}, but x has shape {tuple(x.shape)}"
     if checking():
-        exchange(function, x, dim, ranks, problem=problem, same=f"sizes={tuple(sizes)}")
+        exchange(function, x, dim, ranks, problem=problem, same=f"sizes={tuple(sizes)}{', ' * bool(same)}{same}")
     refuse(function, problem, ranks)
     return x, tuple(sizes)
 
@@ -124,7 +127,7 @@ def exchange(
     return agree(
         function,
         ranks,
-        same=(function, dim, str(getattr(x, "dtype", "")), shape, same),
+        same=(function, dim, str(getattr(x, "dtype", "")), shape, same, getattr(getattr(x, "device", None), "type", "")),
         numbers=(*mine, *extra),
         words=lambda: f"{function}({describe(x)}, dim={dim}{', ' * bool(same)}{same}) at {user_frame()}",
         device=getattr(x, "device", None),
@@ -145,7 +148,7 @@ def join_graph(x: Tensor, table: list[list[int]]) -> Tensor:
     """If some rank's input needs a gradient, this rank's output must lead to a backward too, or that rank would wait."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return x
-    if x.requires_grad or not torch.is_grad_enabled():
+    if x.requires_grad or not torch.is_grad_enabled() or x.is_inference():
         return x
     differentiable = x.is_floating_point() or x.is_complex()
     return x.detach().requires_grad_() if differentiable and any(row[1] for row in table) else x

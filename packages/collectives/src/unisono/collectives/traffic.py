@@ -71,6 +71,8 @@ def count_bytes() -> Iterator[Traffic]:
 
 
 class _Counter(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.traffic = traffic
@@ -79,7 +81,8 @@ class _Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        namespace, _, name = func._schema.name.partition("::")
+        schema = getattr(func, "_schema", None)  # higher-order operators, of compiled code, have none
+        namespace, _, name = schema.name.partition("::") if schema else ("", "", "")
         if namespace in ("c10d", "_c10d_functional") and (rule := _RULES.get(name.strip("_"))):
             public_name, count = rule
             given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
@@ -190,4 +193,5 @@ _RULES: dict[str, tuple[str, Callable[[_Call], dict[str, int]]]] = {
     "alltoall": ("all_to_all", _exchanged_list),
     "send": ("send", lambda call: {"sent": _bytes(call.input)}),
     "recv": ("recv", lambda call: {"received": _bytes(call.input)}),
+    "recv_any_source": ("recv", lambda call: {"received": _bytes(call.input)}),
 }

@@ -31,10 +31,10 @@ def gather_tree(tree: Tree, dim: int, sizes: Sequence[int] | None, kind: str, ra
         gathered = [_gather_leaf(x, dim, sizes, kind, ranks) for x in tensors]  # bytes cannot be traced: leaf by leaf
     else:
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        table = _settle(tensors, dim, sizes, (structure, repr(others)), _tree_complaint(tree, tensors, others), ranks)
+        table = _settle(tensors, dim, sizes, (structure, repr(others), kind), _tree_complaint(tree, tensors, others), ranks)
         rows = [to_rows(join_graph(x, table[place]), dim) for place, x in enumerate(tensors)]
         lengths = tuple(tuple(row[0] for row in leaf) for leaf in table)
-        moving = tuple(x.dtype.is_floating_point or x.dtype.is_complex for x in tensors)
+        moving = tuple((x.is_floating_point() and x.dtype.itemsize > 1) or x.is_complex() for x in tensors)
         wanted = tuple(moves and any(row[1] for row in leaf) for moves, leaf in zip(moving, table, strict=True))
         layout = _Layout(ranks, lengths, wanted, kind, call_site())
         gathered = [from_rows(y, dim) for y in _GatherTree.apply(layout, *rows)]
@@ -98,7 +98,7 @@ def _settle(
         problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} along dim {dim}, but the leaves have {lengths}"
     if sizes is not None and not checking():
         refuse("all_gather", problem, ranks)
-        return [[[size, 1] for size in sizes] for _ in tensors]
+        return [[[size, x.requires_grad and torch.is_grad_enabled()] for size in sizes] for x in tensors]
 
     def others(x: Tensor) -> tuple[object, ...]:
         return str(x.dtype), x.ndim, [size for d, size in enumerate(x.shape) if d != dim % x.ndim]
@@ -107,7 +107,7 @@ def _settle(
     table = agree(
         "all_gather",
         ranks,
-        same=("all_gather", dim, same, sizes, [] if problem else [others(x) for x in tensors]),
+        same=("all_gather", dim, same, sizes and tuple(sizes), [] if problem else [others(x) for x in tensors]),
         numbers=[n for x, length in zip(tensors, lengths, strict=True) for n in (length, x.requires_grad and recording)],
         words=lambda: (
             f"all_gather(a tree of {', '.join(map(describe, tensors))}, dim={dim}) at {user_frame()}, "
@@ -195,7 +195,7 @@ class _ScatterTree(torch.autograd.Function):
         )
         columns = run(packed, plan).view(size, own).split(counts[rank], dim=1)
         return tuple(
-            sum_in_order(column.contiguous().view(-1).view(x.dtype).view(size, lengths[rank], *x.shape[1:]).unbind())
+            sum_in_order(column.reshape(-1).clone().view(x.dtype).view(size, lengths[rank], *x.shape[1:]).unbind())
             for column, x, lengths in zip(columns, rows, layout.lengths, strict=True)
         )
 

@@ -91,7 +91,11 @@ class RankPool:
         for connection in self.connections:
             with suppress(OSError):  # a dead rank: _collect will report it
                 connection.send_bytes(request)
-        reports, results = self._collect(time.monotonic() + timeout)
+        try:
+            reports, results = self._collect(time.monotonic() + timeout)
+        except BaseException:  # an interrupt, or a result that does not unpickle: leave no rank behind
+            self.close()
+            raise
         if any(report.state != "returned" for report in reports):
             self.close()
             raise RanksFailed(getattr(fn, "__qualname__", repr(fn)), reports)
@@ -181,6 +185,8 @@ def run_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: 
         raise ValueError(f"run_ranks: world_size={world_size} must be at least 1")
     pool = _pools.get(world_size)
     if pool is None or not pool.usable:
+        if pool is not None:
+            pool.close()
         pool = _pools[world_size] = RankPool(world_size)
     return pool.run(fn, *args, timeout=timeout)
 
