@@ -11,6 +11,7 @@ from unisono.collectives import (
     all_to_all,
     all_to_all_single,
     broadcast,
+    count_bytes,
     exchange_sizes,
     gather,
     global_mean,
@@ -154,3 +155,34 @@ def penalty_inside() -> None:
 
 def test_gradient_penalty_inside_the_compiled_region():
     run_ranks(penalty_inside, world_size=2)
+
+
+def func_inside_compile() -> None:
+    """The opaque op has no tangent: never a silent zero, but an error, or eager code where the graph may break."""
+    torch._dynamo.reset()
+    x = torch.ones(2)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(all_reduce, (x,), (x,))[1]
+
+    with pytest.raises(RuntimeError):
+        torch.compile(program, backend="aot_eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    assert torch.compile(program, backend="aot_eager")(x).tolist() == [2.0, 2.0]
+
+
+def test_jvp_inside_compile_is_not_silently_zero():
+    run_ranks(func_inside_compile, world_size=2)
+
+
+def counted_backward() -> None:
+    torch._dynamo.reset()
+    x = torch.ones(2, requires_grad=True)
+    y = torch.compile(lambda x: all_gather(x, sizes=[2, 2]) * 2, backend="aot_eager", fullgraph=True)(x)
+    with count_bytes():
+        y.sum().backward()
+    assert x.grad.tolist() == [4.0, 4.0]
+
+
+def test_count_bytes_does_not_disturb_compiled_code():
+    run_ranks(counted_backward, world_size=2)

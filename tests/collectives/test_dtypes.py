@@ -11,6 +11,7 @@ from unisono.collectives import (
     all_to_all_single,
     broadcast,
     gather,
+    global_mean,
     reduce,
     reduce_scatter,
     scatter,
@@ -86,6 +87,16 @@ def nan_is_kept() -> None:
 
 def test_nan_in_max_is_kept_as_torch_does():
     run_ranks(nan_is_kept, world_size=3)
+
+
+def half_precision_means() -> None:
+    x = torch.full((2,), 40000.0, dtype=torch.float16)
+    assert all_reduce(x, "avg").tolist() == reduce_scatter(x.repeat(2), op="avg", sizes=[2, 2]).tolist() == [40000.0] * 2
+    assert global_mean(x, weights=torch.full((2,), 4.0, dtype=torch.float16)).item() == 40000
+
+
+def test_mean_of_half_precision_does_not_overflow():
+    run_ranks(half_precision_means, world_size=2)
 
 
 @pytest.mark.parametrize(

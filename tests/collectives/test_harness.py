@@ -151,6 +151,23 @@ def test_ranks_left_out_of_step_fail_the_test_that_left_them(failed):
     failed(leave_a_barrier_over, timeout=3.0)
 
 
+def test_interrupt_leaves_no_rank_behind():
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    pids = [pid for _, pid in run_ranks(rank_and_pid, world_size=2)]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(forever_in_a_named_place, world_size=2)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
 def test_what_cannot_run_is_refused_at_once():
     with pytest.raises(TypeError, match="top-level function"):
         run_ranks(lambda: None)

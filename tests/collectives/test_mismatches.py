@@ -30,13 +30,16 @@ from unisono.collectives.testing import run_ranks
 UNCHECKED: dict[str, tuple[Callable[[int], object], list[str]]] = {
     "trailing dimension": (
         lambda r: all_gather(torch.zeros(4, 8 + r)),
-        ["rank 0: all_gather(float32[4, 8], dim=0)", "rank 1: all_gather(float32[4, 9], dim=0)", "every dimension but 0"],
+        ["rank 0: all_gather(float32[4, 8], dim=0", "rank 1: all_gather(float32[4, 9], dim=0", "every dimension but 0"],
     ),
     "transposed": (lambda r: all_gather(torch.zeros(4 + 5 * r, 9 - 5 * r)), ["float32[4, 9]", "float32[9, 4]"]),
     "dtype": (lambda r: all_gather(torch.zeros(4, dtype=[torch.float32, torch.int32][r])), ["float32[4]", "int32[4]"]),
     "itemsize": (lambda r: gather(torch.zeros(4, dtype=[torch.float32, torch.float64][r])), ["float32[4]", "float64[4]"]),
     "ndim": (lambda r: all_gather(torch.zeros((2, 3, 1)[: 3 - r])), ["float32[2, 3, 1]", "float32[2, 3]"]),
     "dim": (lambda r: all_gather(torch.zeros(2, 2), dim=r), ["dim=0", "dim=1"]),
+    "root": (lambda r: gather(torch.zeros(2), root=r), ["root=0", "root=1"]),
+    "offset": (lambda r: shift(torch.zeros(2), r), ["offset=0", "offset=1"]),
+    "grad": (lambda r: all_gather(torch.zeros(2), grad=["sum", "slice"][r]), ["grad='sum'", "grad='slice'"]),
     "function": (lambda r: (all_gather if r else shift)(torch.zeros(2)), ["shift(float32[2]", "all_gather(float32[2]"]),
     "dim out of range on one rank": (
         lambda r: all_gather(torch.zeros(2, 3), dim=5 * r),

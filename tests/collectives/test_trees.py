@@ -138,3 +138,20 @@ def test_different_trees_are_refused_on_all_ranks():
     messages = run_ranks(different_trees, world_size=2)
     assert messages[0] == messages[1]
     assert "rank 0: all_gather(a tree of float32[2], dim=0)" in messages[0] and "'text'" in messages[0]
+
+
+def mixed_dtypes() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    half = torch.ones(1 + rank, dtype=torch.float16, requires_grad=True)
+    double = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    eighth = torch.ones(2).to(torch.float8_e5m2)
+    got = all_gather({"half": half, "byte": torch.ones(3, dtype=torch.uint8), "eighth": eighth, "double": double})
+    (got["half"].sum() + got["double"].sum()).backward()
+    assert half.grad.tolist() == [size] * (1 + rank) and double.grad.tolist() == [size] * 2
+    assert not all_gather({"x": torch.ones(2)}, sizes=[2] * size)["x"].requires_grad
+    all_gather({"double": double, "eighth": eighth}, sizes=[2] * size)["double"].sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tree_of_mixed_dtypes(world_size):
+    run_ranks(mixed_dtypes, world_size=world_size)
