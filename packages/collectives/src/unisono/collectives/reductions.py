@@ -156,7 +156,7 @@ def check_op(function: str, op: str, x: Tensor) -> None:
 
 
 def _averaged(rows: Tensor, op: str, ranks: Ranks, add_up: Callable[[Tensor], Tensor]) -> Tensor:
-    """The sum, or for op="avg" the mean. That of 16-bit floats travels in float32: their sum may overflow, as the mean does not."""
+    """The sum, or for op="avg" the mean. 16-bit floats then travel as float32, for their sum may overflow."""
     if op == "avg" and rows.dtype in (torch.float16, torch.bfloat16):
         return (add_up(rows.float()) / ranks.size).to(rows.dtype)
     total = add_up(rows)
