@@ -30,7 +30,11 @@ from unisono.collectives.testing import run_ranks
 UNCHECKED: dict[str, tuple[Callable[[int], object], list[str]]] = {
     "trailing dimension": (
         lambda r: all_gather(torch.zeros(4, 8 + r)),
-        ["rank 0: all_gather(float32[4, 8], dim=0", "rank 1: all_gather(float32[4, 9], dim=0", "every dimension but 0"],
+        [
+            "rank 0: all_gather(float32[4, 8], dim=0, grad='sum') at test_mismatches.py:",
+            "rank 1: all_gather(float32[4, 9], dim=0, grad='sum') at test_mismatches.py:",
+            "every dimension but 0",
+        ],
     ),
     "transposed": (lambda r: all_gather(torch.zeros(4 + 5 * r, 9 - 5 * r)), ["float32[4, 9]", "float32[9, 4]"]),
     "dtype": (lambda r: all_gather(torch.zeros(4, dtype=[torch.float32, torch.int32][r])), ["float32[4]", "int32[4]"]),
