@@ -143,6 +143,27 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
     return (both[0] / both[1]).to(x.dtype)
 
 
+def average_gradient(x: Tensor, *, group: Group = None) -> Tensor:
+    """`x` itself, whose gradient will be the average of all ranks' gradients: what DDP does to a parameter, for one tensor.
+
+    For what is the same on every rank and not inside DDP or FSDP, a learned temperature for instance. Where it is inside,
+    averaging once more changes nothing.
+
+    Backward: all_reduce, divided by the number of ranks. All ranks must run it.
+
+    Example, 2 ranks whose losses are 1 * x and 3 * x:
+        average_gradient(x)  ->  x on both;  x.grad  ->  2. on both
+    """
+    check_tensor("average_gradient", x)
+    ranks = resolve(group)
+    if ranks.size == 1:
+        return x
+    plan = Linear("copy", ranks, call="average_gradient", site=call_site())
+    share = x / ranks.size
+    path = apply(share.reshape(1) if x.ndim == 0 else share, plan).reshape(x.shape)
+    return x.detach() + (path - path.detach())  # the value of x to the bit, the gradient of the path
+
+
 def check_op(function: str, op: str, x: Tensor) -> None:
     check_tensor(function, x)
     one_of(function, "op", op, ("sum", "avg", "max", "min", "product"))

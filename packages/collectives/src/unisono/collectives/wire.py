@@ -26,6 +26,7 @@ from unisono.collectives.groups import backend_for
 # Tags of our messages between two ranks, beside any that the user sends. They take turns: with one tag for all, gloo takes
 # up to twice as long when a message follows on the heels of another.
 _TAGS = range(0x0A10, 0x0A18)
+_STRIDE = 0x10  # from the tag of one tensor of a hop to that of the next
 _turns: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
@@ -113,6 +114,27 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], pg: Proce
     else:
         dist.all_to_all_single(as_bytes(out), as_bytes(x), list(receive), list(send), group=pg)
     return out
+
+
+def start_hop(leaving: Sequence[Tensor], arriving: Sequence[Tensor], pg: ProcessGroup) -> list[dist.Work]:
+    """Start to hand `leaving` to the next rank of the ring while `arriving` is filled by the one before.
+
+    Both are contiguous, belong to the wire until every returned work has been waited for, and stay referenced by it.
+    """
+    target, source = (pg.rank() + 1) % pg.size(), (pg.rank() - 1) % pg.size()
+    sends, receives = [x for x in leaving if x.numel()], [x for x in arriving if x.numel()]
+    if not sends and not receives:
+        return []
+    if backend_for((sends or receives)[0].device, pg) == "gloo":
+        tag = next(_turns.setdefault(pg, cycle(_TAGS)))
+        return [
+            *(pg.send([x], target, tag + _STRIDE * k) for k, x in enumerate(leaving) if x.numel()),
+            *(pg.recv([x], source, tag + _STRIDE * k) for k, x in enumerate(arriving) if x.numel()),
+        ]
+    # one batch: of sends and receives issued apart, NCCL would run the first and wait for its partner's second
+    ops = [dist.P2POp(dist.isend, as_bytes(x), group=pg, group_peer=target) for x in sends]
+    ops += [dist.P2POp(dist.irecv, as_bytes(x), group=pg, group_peer=source) for x in receives]
+    return list(dist.batch_isend_irecv(ops))
 
 
 def small_all_gather(message: Tensor, pg: ProcessGroup) -> Tensor:

@@ -1,0 +1,139 @@
+"""What every loss checks first, and on what all ranks agree before any of them computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.collectives import Group, all_reduce, average_gradient
+from unisono.collectives.checking import checking, describe
+from unisono.collectives.groups import Ranks, resolve
+from unisono.collectives.options import one_of
+from unisono.collectives.sizes import exchange, join_graph, lengths_of, refuse, size_complaint
+from unisono.contrastive.tiles import statistics_dtype
+
+
+class Call(NamedTuple):
+    """Arguments that have passed, in the form that the tiles want."""
+
+    x: Tensor
+    y: Tensor  # in the graph if that of any rank is
+    sizes: tuple[int, ...] | None  # every rank's columns; None where they will be asked for inside a compiled graph
+    ranks: Ranks
+
+    def count(self, group: Group, columns: bool = True) -> Tensor | float:
+        """How many columns there are on all ranks, or how many rows."""
+        if self.sizes is not None and (columns or self.x.shape == self.y.shape):
+            return float(sum(self.sizes))
+        rows = (self.y if columns else self.x).shape[0]
+        return all_reduce(self.x.new_full((), rows, dtype=statistics_dtype(self.x.device)), group=group)
+
+
+def settle(
+    function: str,
+    x: Tensor,
+    y: Tensor,
+    *,
+    scale: Tensor | float = 1.0,
+    ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    more: Tensor | None = None,
+    sizes: Sequence[int] | None = None,
+    group: Group = None,
+    same: str = "",
+    problem: str = "",
+) -> Call:
+    """Check the arguments on every rank, exchange the sizes, and raise the same error everywhere if one rank has a bad call.
+
+    `more`: columns of `y` beyond the partners of `x`. `same`: the options, which must be the same on all ranks.
+    """
+    ranks = resolve(group)
+    problem = (
+        problem or _complaint(x, y, ids, weights, more) or _scale_complaint(scale) or size_complaint("sizes", sizes, ranks)
+    )
+    if not problem and sizes is not None and sizes[ranks.rank] != x.shape[0]:
+        problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} rows, but x has shape {tuple(x.shape)}"
+    if not problem and checking():
+        problem = _value_complaint({"x": x, "y": y, "weights": weights})
+        same += f", scale={float(scale)!r}"
+    if problem:
+        columns = x if isinstance(x, Tensor) else torch.empty(0)
+    else:
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        x, y = x.to(dtype), y.to(dtype)
+        columns = y if more is None else torch.cat([y, more.to(dtype).detach()])
+    if torch.compiler.is_compiling():
+        refuse(function, problem, ranks)
+        lengths = None if sizes is None or more is not None else tuple(sizes)
+        return Call(x, columns, lengths, ranks)
+    if sizes is None or more is not None or checking():
+        table = exchange(function, columns, 0, ranks, same=same, problem=problem)
+        return Call(x, join_graph(columns, table), lengths_of(table), ranks)
+    refuse(function, problem, ranks)
+    return Call(x, columns, tuple(sizes), ranks)
+
+
+def shared(value: Tensor | float, group: Group) -> Tensor:
+    """A scale or bias, the same on all ranks, as a scalar tensor whose gradient will be the same on all ranks too."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float64)  # on the CPU, wherever the features are: no copy to wait for
+    value = value.reshape(())
+    return average_gradient(value, group=group) if value.requires_grad else value
+
+
+def check_options(function: str, exchange: str, grad_reduce: str, tile: int | None) -> None:
+    one_of(function, "exchange", exchange, ("auto", "gather", "ring"))
+    one_of(function, "grad_reduce", grad_reduce, ("mean", "sum"))
+    if tile is not None and (not isinstance(tile, int) or tile < 1):
+        raise ValueError(f"{function}: tile={tile!r} must be a positive number of rows and columns, or None")
+
+
+def _complaint(x: object, y: object, ids: object, weights: object, more: object) -> str:
+    for name, value in (("x", x), ("y", y)):
+        if not isinstance(value, Tensor):
+            return f"{name}: expected a Tensor, got {type(value).__name__}"
+        if value.ndim != 2 or not value.is_floating_point():
+            return f"{name}: expected floating point features of shape (rows, width), got {describe(value)}"
+    assert isinstance(x, Tensor) and isinstance(y, Tensor)
+    if x.shape != y.shape:
+        return f"x and y must have the same shape, for their rows belong together; got {describe(x)} and {describe(y)}"
+    if x.device != y.device:
+        return f"x is on {x.device}, y on {y.device}"
+    if ids is not None and not (isinstance(ids, Tensor) and ids.shape == x.shape[:1] and _integral(ids)):
+        return f"ids: expected {x.shape[0]} integers, one for each row, got {describe(ids)}"
+    if weights is not None and not (
+        isinstance(weights, Tensor) and weights.shape == x.shape[:1] and weights.is_floating_point()
+    ):
+        return f"weights: expected {x.shape[0]} floating point numbers, one for each row, got {describe(weights)}"
+    if more is not None and not (isinstance(more, Tensor) and more.ndim == 2 and more.shape[1] == x.shape[1]):
+        return f"negatives: expected features of shape (rows, {x.shape[1]}), got {describe(more)}"
+    return ""
+
+
+def _integral(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _scale_complaint(scale: object) -> str:
+    """Read it where that costs nothing: on a GPU the host would have to wait."""
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1:
+            return f"scale: expected one number, got {describe(scale)}"
+        if torch.compiler.is_compiling() or (scale.device.type != "cpu" and not checking()):
+            return ""
+    elif not isinstance(scale, int | float):
+        return f"scale: expected a number or a Tensor, got {type(scale).__name__}"
+    value = float(scale.detach() if isinstance(scale, Tensor) else scale)
+    return "" if value > 0 else f"scale={value!r} must be positive (a temperature t is a scale of 1 / t)"
+
+
+def _value_complaint(tensors: dict[str, Tensor | None]) -> str:
+    for name, x in tensors.items():
+        if x is not None and not bool(x.isfinite().all()):
+            bad = (~x.isfinite()).nonzero()
+            place = tuple(bad[0].tolist())
+            return f"{name} has {float(x[place])} at {place}; values that are not finite: {len(bad)}"
+    return ""

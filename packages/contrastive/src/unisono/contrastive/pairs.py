@@ -1,0 +1,247 @@
+"""Statistics of all pairs of rows over all ranks: log-sum-exps of the logits by row and by column, tile by tile.
+
+The losses are a few lines of plain torch on these vectors. A rank forms the logits of its own rows only and never holds more
+than a tile of them; what concerns a column is put together on the rank that has it. The backward forms the tiles once
+more, unless they were few enough to keep. Second derivatives take the plain formulas of dense.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.collectives import Group
+from unisono.contrastive.blocks import Columns, Exchange, Gathered, bring, choose
+from unisono.contrastive.tiles import Span, default_tile, exclude, gradient, log_sums, spans, statistics_dtype
+
+LOG2E = math.log2(math.e)
+# Logits that are kept for the backward instead of formed again: a third less work there.
+KEEP_BYTES = 32 * 2**20
+
+
+class Entry(NamedTuple):
+    """One statistic: the log-sum-exp of `factor` * logits over the pairs whose keys are the same, differ, or all."""
+
+    factor: float = 1.0
+    where: Literal["all", "same", "other"] = "all"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What to compute of the pairs (row i of this rank, column j of any rank), and how.
+
+    `left_out`: pairs (i, j) of this rank's own rows and columns that take part in nothing, j - i being one of these.
+    `sums`: also the sum and the number of the logits whose keys are the same. `diagonal`: also the logits (i, i).
+    """
+
+    entries: tuple[Entry, ...] = (Entry(),)
+    left_out: tuple[int, ...] = (0,)
+    columns: bool = True
+    sums: bool = False
+    diagonal: bool = True
+    exchange: Exchange = "auto"
+    tile: int | None = None
+
+    @property
+    def keyed(self) -> bool:
+        return self.sums or any(entry.where != "all" for entry in self.entries)
+
+    @property
+    def width(self) -> int:
+        """Statistics of each row and of each column."""
+        return len(self.entries) + 2 * self.sums
+
+
+class Statistics(NamedTuple):
+    rows: Tensor  # (entries, then sum and number if asked for; rows)
+    columns: Tensor  # the same of this rank's columns, over the rows of all ranks; or empty
+    diagonal: Tensor  # (rows,) or empty
+
+
+class Walk:
+    """The tiles of one pass, in an order that the next pass can repeat."""
+
+    def __init__(self, x: Tensor, y: Tensor, scale: Tensor, keys: tuple[Tensor, Tensor] | None, plan: Pairs) -> None:
+        self.x, self.plan = x, plan
+        self.keys, self.own_columns = keys[0] if keys else None, y.shape[0]
+        self.compute = torch.promote_types(x.dtype, torch.float32)  # 16-bit features, 32-bit logits
+        self.bits = scale.to(statistics_dtype(x.device)) * LOG2E
+        self.step = (plan.tile, plan.tile) if plan.tile else default_tile(x.device)
+        self._buffer = x.new_empty(0, dtype=self.compute)
+
+    def tiles(
+        self, y: Tensor, keys: Tensor | None, own: int | None, kept: Iterator[Tensor] | None = None
+    ) -> Iterator[tuple[Span, Span, Tensor, Tensor, Tensor | None]]:
+        """Rows, columns, the columns' features, the logits in bits, and which pairs have the same key."""
+        left_out = self.plan.left_out
+        mine = Span(0, 0) if own is None else Span(own, own + self.own_columns)
+        for columns in spans(y.shape[0], self.step[1]):
+            features = y[columns.slice].to(self.compute)
+            for rows in spans(self.x.shape[0], self.step[0]):
+                if kept is None:
+                    logits = self._room(rows, columns)
+                    torch.mm(self.x[rows.slice].to(self.compute) * self.bits, features.T, out=logits)
+                    exclude(logits, rows, columns, mine, left_out, -torch.inf)
+                else:
+                    logits = next(kept)
+                same = None
+                if self.plan.keyed and self.keys is not None and keys is not None:
+                    same = self.keys[rows.slice].unsqueeze(1) == keys[columns.slice]
+                    exclude(same, rows, columns, mine, left_out, False)
+                yield rows, columns, features, logits, same
+
+    def _room(self, rows: Span, columns: Span) -> Tensor:
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        if self._buffer.numel() < math.prod(shape):
+            self._buffer = self._buffer.new_empty(math.prod(shape))
+        return self._buffer[: math.prod(shape)].view(shape)
+
+
+def select(logits: Tensor, entry: Entry, same: Tensor | None) -> Tensor:
+    """The logits that an entry is about, times its factor; the others are -inf, which counts for nothing."""
+    if entry.factor != 1:
+        logits = logits * entry.factor
+    if same is None or entry.where == "all":
+        return logits
+    return logits.masked_fill(same if entry.where == "other" else ~same, -torch.inf)
+
+
+def combine_with(entries: int) -> Any:
+    """Join two ranks' contributions to a column: log-sum-exps first, then sums."""
+
+    def combine(a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat([torch.logaddexp2(a[:, :entries], b[:, :entries]), a[:, entries:] + b[:, entries:]], 1)
+
+    return combine
+
+
+class Kept(NamedTuple):
+    """What the forward leaves for the backward beside its results, if there is room."""
+
+    columns: Gathered | None
+    logits: list[Tensor] | None
+
+
+def forward(
+    x: Tensor, y: Tensor, scale: Tensor, keys: tuple[Tensor, Tensor] | None, plan: Pairs, sizes: Sequence[int], group: Group
+) -> tuple[Statistics, Kept]:
+    wide, entries, width = statistics_dtype(x.device), len(plan.entries), plan.width
+    walk = Walk(x, y, scale, keys, plan)
+    exchange = choose(plan.exchange, sizes, y.shape[1], walk.compute.itemsize)
+    columns = bring([y, *keys[1:]] if keys else [y], exchange, sizes, group)
+    few = x.shape[0] * sum(sizes) * walk.compute.itemsize <= KEEP_BYTES
+    kept: list[Tensor] | None = [] if few else None
+
+    def nothing(count: int) -> Tensor:
+        result = x.new_full((count, width), -torch.inf, dtype=wide)
+        result[:, entries:] = 0
+        return result
+
+    by_row = nothing(x.shape[0])
+    for own, (all_y, *all_keys) in columns:
+        by_column = nothing(all_y.shape[0])
+        for rows, cols, _, logits, same in walk.tiles(all_y, all_keys[0] if all_keys else None, own):
+            if kept is not None:
+                kept.append(logits.clone())
+            for k, entry in enumerate(plan.entries):
+                row, column = log_sums(select(logits, entry, same), plan.columns)
+                by_row[rows.slice, k] = torch.logaddexp2(by_row[rows.slice, k], row)
+                if column is not None:
+                    by_column[cols.slice, k] = torch.logaddexp2(by_column[cols.slice, k], column)
+            if plan.sums and same is not None:
+                chosen = torch.where(same, logits, 0.0)
+                by_row[rows.slice, entries] += chosen.sum(1, dtype=wide)
+                by_row[rows.slice, entries + 1] += same.sum(1)
+                if plan.columns:
+                    by_column[cols.slice, entries] += chosen.sum(0, dtype=wide)
+                    by_column[cols.slice, entries + 1] += same.sum(0)
+        if plan.columns:
+            columns.add(by_column, combine_with(entries))
+    home = columns.total() if plan.columns else by_row.new_empty((0, width))
+    by_row[:, : entries + plan.sums] /= LOG2E
+    home[:, : entries + plan.sums] /= LOG2E
+    diagonal = _diagonal(x, y, walk) if plan.diagonal else by_row.new_empty(0)
+    result = Statistics(by_row.T.contiguous(), home.T.contiguous(), diagonal)
+    return result, Kept(columns if isinstance(columns, Gathered) else None, kept)
+
+
+def backward(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    keys: tuple[Tensor, Tensor] | None,
+    found: Statistics,
+    grads: tuple[Tensor, Tensor, Tensor],
+    kept: Kept,
+    plan: Pairs,
+    sizes: Sequence[int],
+    group: Group,
+    wants_y: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients for x, y (if wanted, on all ranks alike) and scale."""
+    walk, entries, width = Walk(x, y, scale, keys, plan), len(plan.entries), plan.width
+    row_logs, row_grads = (found.rows * LOG2E).T, grads[0].T
+    with_columns = [torch.cat([found.columns * LOG2E, grads[1]]).T.contiguous()] if plan.columns else []
+    if kept.columns is not None:
+        columns: Columns = kept.columns.with_more(with_columns)
+    else:
+        exchange = choose(plan.exchange, sizes, y.shape[1], walk.compute.itemsize)
+        columns = bring([y, *(keys[1:] if keys else ()), *with_columns], exchange, sizes, group)
+    logits_kept = None if kept.logits is None else iter(kept.logits)
+
+    dx = x.new_zeros(x.shape, dtype=walk.compute)
+    for own, (all_y, *more) in columns:
+        dy = x.new_zeros(all_y.shape, dtype=walk.compute) if wants_y else None
+        about = more[-1] if plan.columns else None
+        for rows, cols, features, logits, same in walk.tiles(all_y, more[0] if keys else None, own, logits_kept):
+            slope = None
+            for k, entry in enumerate(plan.entries):
+                part = gradient(
+                    select(logits, entry, same),
+                    row_logs[rows.slice, k],
+                    row_grads[rows.slice, k] * entry.factor,
+                    None if about is None else about[cols.slice, k],
+                    None if about is None else about[cols.slice, width + k] * entry.factor,
+                )
+                slope = part if slope is None else slope.add_(part)
+            if plan.sums and same is not None:
+                linear = row_grads[rows.slice, entries].unsqueeze(1).to(walk.compute)
+                if about is not None:
+                    linear = linear + about[cols.slice, width + entries].to(walk.compute)
+                linear = linear * same
+                slope = linear if slope is None else slope.add_(linear)
+            assert slope is not None
+            dx[rows.slice].addmm_(slope, features)
+            if dy is not None:
+                dy[cols.slice].addmm_(slope.T, x[rows.slice].to(walk.compute))
+        if own is not None and plan.diagonal:
+            _add_diagonal(dx, dy, x, y, grads[2], own, walk)
+        if dy is not None:
+            columns.add(dy)
+    dscale = row_grads.new_zeros(())
+    for rows in spans(x.shape[0], walk.step[0]):
+        dscale += (x[rows.slice].to(walk.compute) * dx[rows.slice]).sum(dtype=dscale.dtype)
+    dx = dx.mul_(scale).to(x.dtype)
+    return dx, columns.total().mul_(scale).to(y.dtype) if wants_y else None, dscale
+
+
+def _diagonal(x: Tensor, y: Tensor, walk: Walk) -> Tensor:
+    wide = walk.bits.dtype
+    parts = [
+        (x[rows.slice].to(walk.compute) * y[rows.slice].to(walk.compute)).sum(1, dtype=wide)
+        for rows in spans(x.shape[0], walk.step[0])
+    ]
+    return torch.cat([x.new_empty(0, dtype=wide), *parts]) * (walk.bits / LOG2E)
+
+
+def _add_diagonal(dx: Tensor, dy: Tensor | None, x: Tensor, y: Tensor, grads: Tensor, own: int, walk: Walk) -> None:
+    for rows in spans(x.shape[0], walk.step[0]):
+        weight = grads[rows.slice].unsqueeze(1).to(walk.compute)
+        dx[rows.slice].addcmul_(weight, y[rows.slice].to(walk.compute))
+        if dy is not None:
+            dy[own + rows.start : own + rows.stop].addcmul_(weight, x[rows.slice].to(walk.compute))

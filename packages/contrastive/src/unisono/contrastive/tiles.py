@@ -1,0 +1,135 @@
+"""One tile of logits: its log-sum-exps by row and by column, and the gradient of both. Logits are in bits here.
+
+Powers of two cost half of powers of e, so the callers fold log2(e) into the scale. On CPUs one exp2 under one shift serves
+rows and columns; a look at the sums tells whether every row and column kept its digits, and only a tile where one did not
+(logits hundreds of bits apart) is done again with a shift for each row and each column. Other devices always take that
+second way: looking would make the host wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Reach(NamedTuple):
+    """How far exponents may go before digits are lost, in bits."""
+
+    lift: float  # the largest logit of a tile becomes 2**lift, which leaves more room below
+    least: float  # sums below 2**least may have lost digits
+    apart: float  # a row's log-sum-exp and the tile's shift may differ by this much
+
+
+_REACH = {torch.float32: Reach(40, -80, 120), torch.float64: Reach(300, -600, 900)}
+
+
+class Span(NamedTuple):
+    """A range of rows or columns."""
+
+    start: int
+    stop: int
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+def spans(length: int, step: int) -> Iterator[Span]:
+    for start in range(0, length, step):
+        yield Span(start, min(start + step, length))
+
+
+def default_tile(device: torch.device) -> tuple[int, int]:
+    """Rows and columns: two megabytes stay in a CPU's cache; GPUs want more work in each call."""
+    return (512, 1024) if device.type == "cpu" else (4096, 4096)
+
+
+def exclude(tile: Tensor, rows: Span, columns: Span, own: Span, diagonals: tuple[int, ...], value: float | bool) -> None:
+    """Set the pairs (row i, own column i + d), for each d of `diagonals`, to `value` where `tile` has them."""
+    start, stop = max(own.start, columns.start), min(own.stop, columns.stop)
+    if start >= stop:
+        return
+    part = tile[:, start - columns.start : stop - columns.start]
+    for diagonal in diagonals:
+        offset = own.start + diagonal + rows.start - start
+        if -part.shape[0] < offset < part.shape[1]:
+            part.diagonal(offset).fill_(value)
+
+
+def log_sums(tile: Tensor, columns: bool) -> tuple[Tensor, Tensor | None]:
+    """log2 of the sums of 2**tile over each row, and over each column if wanted, in the statistics' dtype."""
+    reach = _REACH[tile.dtype]
+    if tile.device.type == "cpu":
+        shift = _shift(tile, reach)
+        powers = (tile - shift).exp2_()
+        by_row = powers.sum(1)
+        by_column = powers.sum(0) if columns else None
+        least = by_row.min() if by_column is None else torch.minimum(by_row.min(), by_column.min())
+        if not least < 2**reach.least:  # NaN goes on as NaN
+            return _log2(by_row, shift), None if by_column is None else _log2(by_column, shift)
+    return _log_sums_along(tile, 1), _log_sums_along(tile, 0) if columns else None
+
+
+def gradient(
+    tile: Tensor, row_logs: Tensor, row_grads: Tensor, column_logs: Tensor | None, column_grads: Tensor | None
+) -> Tensor:
+    """The gradient for `tile` of the log-sum-exps, given those of the whole rows and columns and their gradients.
+
+    row_grads[i] * 2**(tile[i, j] - row_logs[i]) + column_grads[j] * 2**(tile[i, j] - column_logs[j])
+    """
+    reach = _REACH[tile.dtype]
+    if tile.device.type == "cpu":
+        shift = _shift(tile, reach)
+        near = _near(row_logs, shift, reach) and (column_logs is None or _near(column_logs, shift, reach))
+        if near:
+            weights = _weights(row_logs, row_grads, shift, tile.dtype).unsqueeze(1)
+            if column_logs is not None and column_grads is not None:
+                weights = weights + _weights(column_logs, column_grads, shift, tile.dtype)
+            return (tile - shift).exp2_().mul_(weights)
+    result = _softmax(tile, row_logs, 1).mul_(row_grads.to(tile.dtype).unsqueeze(1))
+    if column_logs is not None and column_grads is not None:
+        result += _softmax(tile, column_logs, 0).mul_(column_grads.to(tile.dtype))
+    return result
+
+
+def statistics_dtype(device: torch.device) -> torch.dtype:
+    """Of vectors with one number for each row or column: they cost nothing beside the tiles."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _shift(tile: Tensor, reach: Reach) -> float:
+    top = float(tile.amax())
+    return (0.0 if top == -torch.inf else top) - reach.lift
+
+
+def _near(logs: Tensor, shift: float, reach: Reach) -> bool:
+    """Within reach, infinities aside: a row without a single candidate has none."""
+    far = (logs - shift).abs_() > reach.apart
+    return not bool((far & logs.isfinite()).any())
+
+
+def _weights(logs: Tensor, grads: Tensor, shift: float, dtype: torch.dtype) -> Tensor:
+    return torch.where(logs == -torch.inf, 0.0, grads * torch.exp2(shift - logs)).to(dtype)
+
+
+def _log2(sums: Tensor, shift: float) -> Tensor:
+    return sums.to(statistics_dtype(sums.device)).log2_().add_(shift)
+
+
+def _log_sums_along(tile: Tensor, dim: int) -> Tensor:
+    top = tile.amax(dim, keepdim=True)
+    top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
+    sums = (tile - top).exp2_().sum(dim)
+    wide = statistics_dtype(tile.device)
+    return sums.to(wide).log2_().add_(top.squeeze(dim).to(wide))
+
+
+def _softmax(tile: Tensor, logs: Tensor, dim: int) -> Tensor:
+    """2**(tile - logs); zeros where nothing at all was summed."""
+    logs = torch.where(logs == -torch.inf, -logs, logs).unsqueeze(dim)
+    whole = logs.to(tile.dtype)
+    rest = torch.where(logs.isfinite(), logs - whole, torch.zeros_like(logs))  # the digits that float32 has no room for
+    return (tile - whole).sub_(rest.to(tile.dtype)).exp2_()
