@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -83,24 +82,27 @@ def each_tower(wrap, micro_batch) -> None:
         for got, wanted in zip(towers, reference, strict=True):
             same_gradients(got, wanted)
         for module in [*towers, *reference]:
-            torch.optim.SGD(module.parameters(), lr=0.1).step()
+            with torch.no_grad():  # SGD; torch.optim takes seconds to import its compiler
+                for parameter in module.parameters():
+                    parameter -= 0.1 * parameter.grad
             module.zero_grad()
 
 
 def sharded(module: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard  # takes seconds
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for child in module.children():
         if isinstance(child, nn.Linear):
-            fully_shard(child, mesh=mesh())
-    return fully_shard(module, mesh=mesh())
-
-
-def mesh() -> dist.DeviceMesh:
-    return dist.init_device_mesh("cpu", (dist.get_world_size(),))
+            fully_shard(child, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
 
 
 @pytest.mark.parametrize("micro_batch", [1, [2, 3], 100])
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, sharded])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "wrap"),
+    [(1, DistributedDataParallel), (2, DistributedDataParallel), (3, DistributedDataParallel), (3, sharded)],
+)
 def test_gradients_match_the_whole_batch(ranks, world_size, wrap, micro_batch):
     ranks(each_tower, wrap, micro_batch, world_size=world_size)
 
@@ -153,7 +155,6 @@ def shared_tower(wrap) -> None:
         same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, sharded])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("world_size", "wrap"), [(1, DistributedDataParallel), (3, DistributedDataParallel), (3, sharded)])
 def test_one_tower_twice(ranks, world_size, wrap):
     ranks(shared_tower, wrap, world_size=world_size)

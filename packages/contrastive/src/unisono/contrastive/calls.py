@@ -24,7 +24,7 @@ class Call(NamedTuple):
     sizes: tuple[int, ...] | None  # every rank's columns; None where they will be asked for inside a compiled graph
     ranks: Ranks
 
-    def count(self, group: Group, columns: bool = True) -> Tensor | float:
+    def candidates(self, group: Group, columns: bool = True) -> Tensor | float:
         """How many columns there are on all ranks, or how many rows."""
         if self.sizes is not None and (columns or self.x.shape == self.y.shape):
             return float(sum(self.sizes))

@@ -134,10 +134,10 @@ def clip_loss(
             losses = losses + label_smoothing * (target - uniform / count)
         return losses
 
-    losses = anchor_losses(found.rows, x, y, call.count(group))
+    losses = anchor_losses(found.rows, x, y, call.candidates(group))
     if direction == "both":
         partners = x.shape[0]  # the columns beyond are nobody's anchors
-        backwards = anchor_losses(found.columns[:, :partners], y[:partners], x, call.count(group, columns=False))
+        backwards = anchor_losses(found.columns[:, :partners], y[:partners], x, call.candidates(group, columns=False))
         losses = (losses + backwards) / 2
     loss = global_mean(losses, weights=weights, grad_reduce=grad_reduce, group=group)
     return loss.to(torch.promote_types(x.dtype, torch.float32))

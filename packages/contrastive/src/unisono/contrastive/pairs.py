@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unisono.collectives import Group
 from unisono.contrastive.blocks import Columns, Exchange, Gathered, bring, choose
-from unisono.contrastive.tiles import Span, default_tile, exclude, gradient, log_sums, spans, statistics_dtype
+from unisono.contrastive.tiles import Scratch, Span, default_tile, exclude, gradient, log_sums, spans, statistics_dtype
 
 LOG2E = math.log2(math.e)
 # Logits that are kept for the backward instead of formed again: a third less work there.
@@ -64,28 +64,28 @@ class Statistics(NamedTuple):
 
 
 class Walk:
-    """The tiles of one pass, in an order that the next pass can repeat."""
+    """The tiles of one pass, in an order that the next pass can repeat. Logits are `factor` times the dot products."""
 
-    def __init__(self, x: Tensor, y: Tensor, scale: Tensor, keys: tuple[Tensor, Tensor] | None, plan: Pairs) -> None:
+    def __init__(self, x: Tensor, y: Tensor, factor: Tensor, keys: tuple[Tensor, Tensor] | None, plan: Pairs) -> None:
         self.x, self.plan = x, plan
         self.keys, self.own_columns = keys[0] if keys else None, y.shape[0]
         self.compute = torch.promote_types(x.dtype, torch.float32)  # 16-bit features, 32-bit logits
-        self.bits = scale.to(statistics_dtype(x.device)) * LOG2E
+        self.factor = factor.to(statistics_dtype(x.device))
         self.step = (plan.tile, plan.tile) if plan.tile else default_tile(x.device)
-        self._buffer = x.new_empty(0, dtype=self.compute)
+        self.scratch = Scratch(x, self.compute)
 
     def tiles(
         self, y: Tensor, keys: Tensor | None, own: int | None, kept: Iterator[Tensor] | None = None
     ) -> Iterator[tuple[Span, Span, Tensor, Tensor, Tensor | None]]:
-        """Rows, columns, the columns' features, the logits in bits, and which pairs have the same key."""
+        """Rows, columns, the columns' features, the logits, and which pairs have the same key. What is left out is -inf."""
         left_out = self.plan.left_out
         mine = Span(0, 0) if own is None else Span(own, own + self.own_columns)
         for columns in spans(y.shape[0], self.step[1]):
             features = y[columns.slice].to(self.compute)
             for rows in spans(self.x.shape[0], self.step[0]):
                 if kept is None:
-                    logits = self._room(rows, columns)
-                    torch.mm(self.x[rows.slice].to(self.compute) * self.bits, features.T, out=logits)
+                    logits = self.scratch.room("logits", (rows.stop - rows.start, columns.stop - columns.start))
+                    torch.mm(self.x[rows.slice].to(self.compute) * self.factor, features.T, out=logits)
                     exclude(logits, rows, columns, mine, left_out, -torch.inf)
                 else:
                     logits = next(kept)
@@ -94,12 +94,6 @@ class Walk:
                     same = self.keys[rows.slice].unsqueeze(1) == keys[columns.slice]
                     exclude(same, rows, columns, mine, left_out, False)
                 yield rows, columns, features, logits, same
-
-    def _room(self, rows: Span, columns: Span) -> Tensor:
-        shape = (rows.stop - rows.start, columns.stop - columns.start)
-        if self._buffer.numel() < math.prod(shape):
-            self._buffer = self._buffer.new_empty(math.prod(shape))
-        return self._buffer[: math.prod(shape)].view(shape)
 
 
 def select(logits: Tensor, entry: Entry, same: Tensor | None) -> Tensor:
@@ -131,7 +125,7 @@ def forward(
     x: Tensor, y: Tensor, scale: Tensor, keys: tuple[Tensor, Tensor] | None, plan: Pairs, sizes: Sequence[int], group: Group
 ) -> tuple[Statistics, Kept]:
     wide, entries, width = statistics_dtype(x.device), len(plan.entries), plan.width
-    walk = Walk(x, y, scale, keys, plan)
+    walk = Walk(x, y, scale * LOG2E, keys, plan)
     exchange = choose(plan.exchange, sizes, y.shape[1], walk.compute.itemsize)
     columns = bring([y, *keys[1:]] if keys else [y], exchange, sizes, group)
     few = x.shape[0] * sum(sizes) * walk.compute.itemsize <= KEEP_BYTES
@@ -149,7 +143,7 @@ def forward(
             if kept is not None:
                 kept.append(logits.clone())
             for k, entry in enumerate(plan.entries):
-                row, column = log_sums(select(logits, entry, same), plan.columns)
+                row, column = log_sums(select(logits, entry, same), plan.columns, walk.scratch)
                 by_row[rows.slice, k] = torch.logaddexp2(by_row[rows.slice, k], row)
                 if column is not None:
                     by_column[cols.slice, k] = torch.logaddexp2(by_column[cols.slice, k], column)
@@ -165,8 +159,8 @@ def forward(
     home = columns.total() if plan.columns else by_row.new_empty((0, width))
     by_row[:, : entries + plan.sums] /= LOG2E
     home[:, : entries + plan.sums] /= LOG2E
-    diagonal = _diagonal(x, y, walk) if plan.diagonal else by_row.new_empty(0)
-    result = Statistics(by_row.T.contiguous(), home.T.contiguous(), diagonal)
+    own_logits = diagonal(x, y, walk) * (walk.factor / LOG2E) if plan.diagonal else by_row.new_empty(0)
+    result = Statistics(by_row.T.contiguous(), home.T.contiguous(), own_logits)
     return result, Kept(columns if isinstance(columns, Gathered) else None, kept)
 
 
@@ -184,7 +178,7 @@ def backward(
     wants_y: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Gradients for x, y (if wanted, on all ranks alike) and scale."""
-    walk, entries, width = Walk(x, y, scale, keys, plan), len(plan.entries), plan.width
+    walk, entries, width = Walk(x, y, scale * LOG2E, keys, plan), len(plan.entries), plan.width
     row_logs, row_grads = (found.rows * LOG2E).T, grads[0].T
     with_columns = [torch.cat([found.columns * LOG2E, grads[1]]).T.contiguous()] if plan.columns else []
     if kept.columns is not None:
@@ -207,8 +201,9 @@ def backward(
                     row_grads[rows.slice, k] * entry.factor,
                     None if about is None else about[cols.slice, k],
                     None if about is None else about[cols.slice, width + k] * entry.factor,
+                    walk.scratch,
                 )
-                slope = part if slope is None else slope.add_(part)
+                slope = part if len(plan.entries) == 1 else part.clone() if slope is None else slope.add_(part)
             if plan.sums and same is not None:
                 linear = row_grads[rows.slice, entries].unsqueeze(1).to(walk.compute)
                 if about is not None:
@@ -220,28 +215,36 @@ def backward(
             if dy is not None:
                 dy[cols.slice].addmm_(slope.T, x[rows.slice].to(walk.compute))
         if own is not None and plan.diagonal:
-            _add_diagonal(dx, dy, x, y, grads[2], own, walk)
+            add_diagonal(dx, dy, x, y, grads[2], own, walk)
         if dy is not None:
             columns.add(dy)
-    dscale = row_grads.new_zeros(())
-    for rows in spans(x.shape[0], walk.step[0]):
-        dscale += (x[rows.slice].to(walk.compute) * dx[rows.slice]).sum(dtype=dscale.dtype)
+    dscale = scale_gradient(x, dx, walk)
     dx = dx.mul_(scale).to(x.dtype)
     return dx, columns.total().mul_(scale).to(y.dtype) if wants_y else None, dscale
 
 
-def _diagonal(x: Tensor, y: Tensor, walk: Walk) -> Tensor:
-    wide = walk.bits.dtype
+def diagonal(x: Tensor, y: Tensor, walk: Walk) -> Tensor:
+    """The dot product of each row with its partner, some rows at a time."""
+    wide = walk.factor.dtype
     parts = [
         (x[rows.slice].to(walk.compute) * y[rows.slice].to(walk.compute)).sum(1, dtype=wide)
         for rows in spans(x.shape[0], walk.step[0])
     ]
-    return torch.cat([x.new_empty(0, dtype=wide), *parts]) * (walk.bits / LOG2E)
+    return torch.cat([x.new_empty(0, dtype=wide), *parts])
 
 
-def _add_diagonal(dx: Tensor, dy: Tensor | None, x: Tensor, y: Tensor, grads: Tensor, own: int, walk: Walk) -> None:
+def add_diagonal(dx: Tensor, dy: Tensor | None, x: Tensor, y: Tensor, grads: Tensor, own: int, walk: Walk) -> None:
+    """Add what the pairs (i, i) contribute, whose logits have the gradients `grads`."""
     for rows in spans(x.shape[0], walk.step[0]):
         weight = grads[rows.slice].unsqueeze(1).to(walk.compute)
         dx[rows.slice].addcmul_(weight, y[rows.slice].to(walk.compute))
         if dy is not None:
             dy[own + rows.start : own + rows.stop].addcmul_(weight, x[rows.slice].to(walk.compute))
+
+
+def scale_gradient(x: Tensor, dx: Tensor, walk: Walk) -> Tensor:
+    """The sum of all logits' gradients times their dot products: that of `x` times its own, which is at hand."""
+    total = x.new_zeros((), dtype=walk.factor.dtype)
+    for rows in spans(x.shape[0], walk.step[0]):
+        total += (x[rows.slice].to(walk.compute) * dx[rows.slice]).sum(dtype=total.dtype)
+    return total

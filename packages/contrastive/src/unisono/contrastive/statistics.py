@@ -49,8 +49,9 @@ class _PairStatistics(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, rows: Tensor, columns: Tensor, diagonal: Tensor) -> tuple[Tensor | None, ...]:
         plan, sizes, group = ctx.arguments
+        grads = (rows, columns, diagonal)
         x, y, scale, *rest = ctx.saved_tensors
         found, keys = Statistics(*rest[:3]), (rest[3], rest[4]) if len(rest) > 3 else None
         with torch.autocast(x.device.type, enabled=False):

@@ -1,0 +1,67 @@
+"""sigmoid_loss: every pair of the global batch judged by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.collectives import Group, all_reduce
+from unisono.collectives.options import one_of
+from unisono.contrastive.blocks import Exchange
+from unisono.contrastive.calls import check_options, settle, shared
+from unisono.contrastive.clip import GradReduce, SameId
+from unisono.contrastive.pairs import Pairs
+from unisono.contrastive.sigmoid_sum import sigmoid_sum
+from unisono.contrastive.tiles import statistics_dtype
+
+
+def sigmoid_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    *,
+    ids: Tensor | None = None,
+    same_id: SameId = "positive",
+    weights: Tensor | None = None,
+    group: Group = None,
+    sizes: Sequence[int] | None = None,
+    exchange: Exchange = "auto",
+    grad_reduce: GradReduce = "mean",
+    tile: int | None = None,
+) -> Tensor:
+    """The sigmoid loss (SigLIP, Zhai et al. 2023) of the global batch: the same value on every rank.
+
+    The sum over all pairs (i, j) of softplus(-sign * (scale * x_i . y_j + bias)), the sign being + for partners and - for all
+    others, divided by the number of rows. Arguments are as in clip_loss: row i of `x` belongs to row i of `y`, `ids` makes
+    more positives or masks them, and a pair (i, j) counts (weights[i] + weights[j]) / 2.
+
+    Backward: as in clip_loss, for x, y, scale, bias and weights. It is computed along with the value: where there will be
+    none, call under torch.no_grad().
+
+    Example:
+        >>> import torch
+        >>> from unisono.contrastive import sigmoid_loss
+        >>> x = torch.eye(3)
+        >>> sigmoid_loss(x, x, scale=10.0, bias=-5.0)  # alone, or with the three rows on any ranks
+        tensor(0.0201)
+    """
+    name = "sigmoid_loss"
+    check_options(name, exchange, grad_reduce, tile)
+    one_of(name, "same_id", same_id, ("positive", "masked"))
+    if isinstance(bias, Tensor) and bias.numel() != 1:
+        raise ValueError(f"{name}: bias: expected one number, got a tensor of shape {tuple(bias.shape)}")
+    options = f"same_id={same_id}, exchange={exchange}, tile={tile}, grad_reduce={grad_reduce}"
+    options += f", ids={ids is not None}, weights={weights is not None}"
+    call = settle(name, x, y, scale=scale, ids=ids, weights=weights, sizes=sizes, group=group, same=options)
+    plan = Pairs(sums=ids is not None, exchange=exchange, tile=tile)
+    scale, bias = shared(scale, group), shared(bias, group)
+    local = sigmoid_sum(call.x, call.y, scale, bias, weights, ids, same_id == "masked", plan, call.sizes, group)
+
+    wide = statistics_dtype(x.device)
+    count = x.new_full((), x.shape[0], dtype=wide) if weights is None else weights.sum(dtype=wide)
+    grad = "sum" if grad_reduce == "mean" else "identity"
+    sums = all_reduce(torch.stack([local, count]), grad=grad, group=group)  # type: ignore[arg-type]
+    return (sums[0] / sums[1]).to(torch.promote_types(call.x.dtype, torch.float32))
