@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._C._functions import AccumulateGrad as _AccumulateGrad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -60,7 +59,7 @@ def cached_backward(
     logit_scale) are averaged with the rest of it. Otherwise average them yourself, or let `loss` be a DDP module.
 
     Random numbers are the same in both forwards, and the generators end as if there had been one. The caller's autocast
-    serves both. An encoder whose first features need no gradient is taken to be frozen, and most of its second forwards are left out.
+    serves both. An encoder whose first features need no gradient is frozen: most of its second forwards are left out.
     BatchNorm and the like are not exact: they see a micro-batch at a time, and update their running statistics twice.
 
     Example:
@@ -106,8 +105,7 @@ class _Tower:
         self.rng.append(_keep_rng(self.devices))
         features = self.encode(_rows(self.batch, start, stop))
         if not isinstance(features, Tensor) or features.shape[:1] != (stop - start,):
-            found = _describe(features)
-            raise ValueError(f"cached_backward: {self.name}: expected one Tensor of {stop - start} rows, got {found}")
+            raise ValueError(f"cached_backward: {self.name}: {_describe(features)}, expected one Tensor of {stop - start} rows")
         return features
 
     def second_forward(self, i: int) -> Tensor:
@@ -230,7 +228,7 @@ def _leaves_of(loss: Tensor) -> list[Tensor]:
         new = {following for following, _ in node.next_functions} - seen if node else set()
         nodes += new
         seen |= new
-    return [node.variable for node in nodes if isinstance(node, _AccumulateGrad)]  # type: ignore[union-attr]
+    return [node.variable for node in nodes if isinstance(node, torch._C._functions.AccumulateGrad)]  # type: ignore[union-attr]
 
 
 def _expect_gradients(modules: list[nn.Module], features: list[Tensor], leaves: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

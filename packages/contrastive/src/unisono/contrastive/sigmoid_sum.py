@@ -65,7 +65,7 @@ class _SigmoidSum(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x, y, scale, bias, weights, ids, *rest = arguments
         with torch.autocast(x.device.type, enabled=False):
-            total, *grads = compute(*arguments, any(ctx.needs_input_grad))
+            total, *grads = compute(*arguments, any(ctx.needs_input_grad))  # type: ignore[call-arg]
         ctx.save_for_backward(x, y, scale, bias, weights, ids, *grads)
         ctx.rest = rest
         return total

@@ -85,7 +85,7 @@ def supcon_loss(
         >>> from unisono.contrastive import supcon_loss
         >>> z, labels = torch.eye(3)[[0, 0, 1, 1]], torch.tensor([7, 7, 8, 8])
         >>> supcon_loss(z, labels, temperature=0.5)
-        tensor(0.2396)
+        tensor(0.2395)
     """
     name = "supcon_loss"
     check_options(name, exchange, grad_reduce, tile)
