@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import tyro
 from collectives_contenders import PAYLOADS, Case, measure
-from collectives_report import TITLES, describe_machine, write_report
-from collectives_results import Aim, Result, combine, judge
+from collectives_report import TITLES, write_report
+from collectives_results import Result, combine, judge
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from shared_measuring import Aim, describe_machine
 
 from unisono.collectives.testing import RankPool
 
@@ -96,7 +97,7 @@ def ratio_table(results: Sequence[Result]) -> Table:
 def aim_table(aims: Sequence[Aim]) -> Table:
     table = Table("aim", "measured", "met", "worst case", title="Aims")
     for aim in aims:
-        table.add_row(aim.text, f"{aim.measured:.3f}x", "[green]yes[/]" if aim.met else "[red]no[/]", aim.where)
+        table.add_row(aim.text, aim.figure, "[green]yes[/]" if aim.met else "[red]no[/]", aim.where)
     return table
 
 

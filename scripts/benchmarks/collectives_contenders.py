@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
+from shared_measuring import order_of_turns, time_call
 from torch import Tensor
 
 from unisono.collectives import all_gather, count_bytes, exchange_sizes
@@ -84,10 +84,7 @@ def row_counts(rows: int, world_size: int, lengths: Lengths) -> list[int]:
 
 
 def measure(case: Case, rounds: int) -> dict[str, Samples]:
-    """Check every contender of `case`, count its bytes, then time all of them `rounds` times in turn. Runs on each rank.
-
-    Their order is rotated from round to round and reversed in every other one, so that none always follows the same.
-    """
+    """Check every contender of `case`, count its bytes, then time all of them `rounds` times in turn. Runs on each rank."""
     warnings.simplefilter("ignore", FutureWarning)  # torch.distributed.nn is deprecated
     contenders = contenders_of(case)
     sent = {name: check(name, contender) for name, contender in contenders.items()}
@@ -98,21 +95,9 @@ def measure(case: Case, rounds: int) -> dict[str, Samples]:
     names = list(contenders)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for i in range(rounds):
-        turn = i % len(names)
-        order = names[turn:] + names[:turn]
-        for name in reversed(order) if i % 2 else order:
+        for name in order_of_turns(names, i):
             times[name].append(time_call(contenders[name].call))
     return {name: Samples([wall for wall, _ in times[name]], [cpu for _, cpu in times[name]], sent[name]) for name in names}
-
-
-def time_call(call: Callable[[], Any]) -> tuple[float, float]:
-    """Wall and CPU seconds of one call; what it returns is freed after the clocks are read."""
-    dist.barrier()
-    cpu, wall = time.process_time(), time.perf_counter()
-    result = call()
-    seconds = time.perf_counter() - wall, time.process_time() - cpu
-    del result
-    return seconds
 
 
 def check(name: str, contender: Contender) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +10,8 @@ import matplotlib
 import numpy as np
 import torch
 from collectives_contenders import ASKED, BACKWARD, KNOWN, NEW_OUTPUT, PADDED, TORCH_NN, TORCH_NN_BACKWARD, UNITS, Direction
-from collectives_results import Aim, Result
+from collectives_results import Result
+from shared_measuring import Aim, aims_in_markdown, table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -52,7 +51,7 @@ def write_report(results: Sequence[Result], aims: Sequence[Aim], folder: Path, *
         "is that of the slowest rank, CPU time that of all ranks together. Skewed: 70 % of the rows on rank 0. Sent: payload "
         "bytes that leave a rank if ranks exchange directly, mean and largest over the ranks.",
         "## Aims",
-        table(("aim", "measured", "met", "worst case"), ((a.text, f"{a.measured:.3f}x", yes_no(a.met), a.where) for a in aims)),
+        aims_in_markdown(aims),
         f"![ratios]({path.with_suffix('.png').name})",
     ]
     for direction, title in TITLES.items():
@@ -81,26 +80,6 @@ def figure_row(r: Result) -> tuple[str, ...]:
         f"{max(r.sent):,}",
     )
     return tuple(f"**{cell}**" for cell in cells) if r.is_ours else cells
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def yes_no(met: bool) -> str:
-    return "yes" if met else "**no**"
-
-
-def describe_machine() -> str:
-    """Call it before the run: the load should be that of others."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = models[0] if models else model
-    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
-    return f"{model}, {os.cpu_count()} cores, {system}, load {os.getloadavg()[0]:.1f} before the run"
 
 
 def plot(results: Sequence[Result], path: Path) -> None:

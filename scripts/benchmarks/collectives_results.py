@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from collectives_contenders import ASKED, BACKWARD, EXCHANGE, KNOWN, PADDED, UNITS, Case, Samples
 from numpy.typing import NDArray
+from shared_measuring import Aim
 
 Rounds = NDArray[np.float64]
 
@@ -47,16 +48,6 @@ def combine(world_size: int, case: Case, by_rank: Sequence[dict[str, Samples]]) 
         Result(world_size, case, name, wall, cpus[name], [rank[name].sent for rank in by_rank], wall / unit)
         for name, wall in walls.items()
     ]
-
-
-@dataclass(frozen=True)
-class Aim:
-    """A limit, and what was measured: the worst of all cases that it is about."""
-
-    text: str
-    measured: float
-    met: bool
-    where: str  # the worst case
 
 
 def judge(results: Sequence[Result]) -> list[Aim]:

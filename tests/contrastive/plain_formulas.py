@@ -23,7 +23,11 @@ def clip(
     weights = torch.ones(len(x), dtype=x.dtype) if weights is None else weights
     ids = torch.arange(len(x)) if ids is None else ids
     candidates = y if negatives is None else torch.cat([y, negatives])
-    candidate_ids = ids if negatives is None else torch.cat([ids, negative_ids if negative_ids is not None else -1 - torch.arange(len(negatives))])
+    candidate_ids = (
+        ids
+        if negatives is None
+        else torch.cat([ids, negative_ids if negative_ids is not None else -1 - torch.arange(len(negatives))])
+    )
     sides = [_one_side(x, candidates, scale, ids, candidate_ids, same_id, label_smoothing, decoupled, hardness)]
     if direction == "both":
         sides.append(_one_side(y, x, scale, ids, ids, same_id, label_smoothing, decoupled, hardness))
@@ -56,3 +60,52 @@ def _one_side(anchors, candidates, scale, ids, candidate_ids, same_id, label_smo
 def clip_by_cross_entropy(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     logits, labels = scale * x @ y.T, torch.arange(len(x))
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def sigmoid(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    ids: Tensor | None = None,
+    same_id: str = "positive",
+    weights: Tensor | None = None,
+) -> Tensor:
+    weights = torch.ones(len(x), dtype=x.dtype) if weights is None else weights
+    ids = torch.arange(len(x)) if ids is None else ids
+    total = 0 * x.sum()
+    for i in range(len(x)):
+        for j in range(len(y)):
+            same = bool(ids[i] == ids[j])
+            if same_id == "masked" and same and i != j:
+                continue
+            sign = 1 if i == j or same else -1
+            total = total - (weights[i] + weights[j]) / 2 * F.logsigmoid(sign * (scale * x[i] @ y[j] + bias))
+    return total / weights.sum()
+
+
+def ntxent(z0: Tensor, z1: Tensor, temperature: Tensor, weights: Tensor | None = None) -> Tensor:
+    n, z = len(z0), torch.cat([z0, z1])
+    weights = torch.ones(n, dtype=z.dtype) if weights is None else weights
+    logits = (z @ z.T / temperature).masked_fill(torch.eye(2 * n, dtype=torch.bool), -torch.inf)
+    partners = (torch.arange(2 * n) + n) % (2 * n)
+    losses = F.cross_entropy(logits, partners, reduction="none")
+    return (losses * weights.repeat(2)).sum() / (2 * weights.sum())
+
+
+def supcon(z: Tensor, labels: Tensor, temperature: Tensor, weights: Tensor | None = None) -> Tensor:
+    weights = torch.ones(len(z), dtype=z.dtype) if weights is None else weights
+    losses, counted = [], []
+    for i in range(len(z)):
+        others = torch.arange(len(z)) != i
+        logits = z @ z[i] / temperature
+        positive = others & (labels == labels[i])
+        if positive.any():
+            losses.append(weights[i] * (torch.logsumexp(logits[others], 0) - logits[positive].mean()))
+            counted.append(weights[i])
+    return torch.stack(losses).sum() / torch.stack(counted).sum()
+
+
+def multi_tower(towers: list[Tensor], scale: Tensor, **options) -> Tensor:
+    pairs = [(a, b) for k, a in enumerate(towers) for b in towers[k + 1 :]]
+    return sum(clip(a, b, scale, **options) for a, b in pairs) / len(pairs)

@@ -1,7 +1,18 @@
 """Exact contrastive losses over the global batch: any split over ranks, never more than a tile of logits."""
 
 from unisono.contrastive.clip import clip_loss, multi_tower_loss
+from unisono.contrastive.modules import ClipLoss, NTXentLoss, SigmoidLoss, SupConLoss
 from unisono.contrastive.sigmoid import sigmoid_loss
 from unisono.contrastive.views import ntxent_loss, supcon_loss
 
-__all__ = ["clip_loss", "multi_tower_loss", "ntxent_loss", "sigmoid_loss", "supcon_loss"]
+__all__ = [
+    "ClipLoss",
+    "NTXentLoss",
+    "SigmoidLoss",
+    "SupConLoss",
+    "clip_loss",
+    "multi_tower_loss",
+    "ntxent_loss",
+    "sigmoid_loss",
+    "supcon_loss",
+]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.collectives import Group, all_reduce, average_gradient
 from unisono.collectives.checking import checking, describe
-from unisono.collectives.groups import Ranks, resolve
+from unisono.collectives.groups import resolve
 from unisono.collectives.options import one_of
 from unisono.collectives.sizes import exchange, join_graph, lengths_of, refuse, size_complaint
 from unisono.contrastive.tiles import statistics_dtype
@@ -22,11 +22,11 @@ class Call(NamedTuple):
     x: Tensor
     y: Tensor  # in the graph if that of any rank is
     sizes: tuple[int, ...] | None  # every rank's columns; None where they will be asked for inside a compiled graph
-    ranks: Ranks
+    paired: bool  # y has the partners of x and nothing more
 
     def candidates(self, group: Group, columns: bool = True) -> Tensor | float:
         """How many columns there are on all ranks, or how many rows."""
-        if self.sizes is not None and (columns or self.x.shape == self.y.shape):
+        if self.sizes is not None and (columns or self.paired):
             return float(sum(self.sizes))
         rows = (self.y if columns else self.x).shape[0]
         return all_reduce(self.x.new_full((), rows, dtype=statistics_dtype(self.x.device)), group=group)
@@ -68,12 +68,12 @@ def settle(
     if torch.compiler.is_compiling():
         refuse(function, problem, ranks)
         lengths = None if sizes is None or more is not None else tuple(sizes)
-        return Call(x, columns, lengths, ranks)
+        return Call(x, columns, lengths, more is None)
     if sizes is None or more is not None or checking():
         table = exchange(function, columns, 0, ranks, same=same, problem=problem)
-        return Call(x, join_graph(columns, table), lengths_of(table), ranks)
+        return Call(x, join_graph(columns, table), lengths_of(table), more is None)
     refuse(function, problem, ranks)
-    return Call(x, columns, tuple(sizes), ranks)
+    return Call(x, columns, tuple(sizes), more is None)
 
 
 def shared(value: Tensor | float, group: Group) -> Tensor:
