@@ -15,7 +15,7 @@ from collectives_results import Result, combine, judge
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from shared_measuring import Aim, describe_machine
+from shared_report import aim_table, describe_machine
 
 from unisono.collectives.testing import RankPool
 
@@ -91,13 +91,6 @@ def ratio_table(results: Sequence[Result]) -> Table:
         cells = [f"{r.ratio:.2f}x [dim]{np.median(r.wall) * 1e3:9.3f}[/dim]" for r in line]
         style = "green" if line[0].is_ours else None
         table.add_row(*((title, str(world_size), lengths) if first else ("", "", "")), contender, *cells, style=style)
-    return table
-
-
-def aim_table(aims: Sequence[Aim]) -> Table:
-    table = Table("aim", "measured", "met", "worst case", title="Aims")
-    for aim in aims:
-        table.add_row(aim.text, aim.figure, "[green]yes[/]" if aim.met else "[red]no[/]", aim.where)
     return table
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from collectives_contenders import ASKED, BACKWARD, KNOWN, NEW_OUTPUT, PADDED, TORCH_NN, TORCH_NN_BACKWARD, UNITS, Direction
 from collectives_results import Result
-from shared_measuring import Aim, aims_in_markdown, table
+from shared_report import Aim, aims_in_markdown, table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

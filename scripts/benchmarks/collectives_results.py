@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from collectives_contenders import ASKED, BACKWARD, EXCHANGE, KNOWN, PADDED, UNITS, Case, Samples
 from numpy.typing import NDArray
-from shared_measuring import Aim
+from shared_report import Aim
 
 Rounds = NDArray[np.float64]
 

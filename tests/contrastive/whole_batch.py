@@ -148,7 +148,7 @@ def matches_one_process(
 
 def close(found: Tensor, expected: Tensor, tolerance: float, what: str, size: float | None = None) -> None:
     """Relative to the largest element of the whole."""
-    size = float(expected.abs().max()) if size is None else size
-    difference = float((found - expected).abs().max()) if found.numel() else 0.0
+    size = float(expected.detach().abs().max()) if size is None else size
+    difference = float((found - expected).detach().abs().max()) if found.numel() else 0.0
     assert found.shape == expected.shape, f"{what}: {tuple(found.shape)} instead of {tuple(expected.shape)}"
     assert difference <= tolerance * max(size, 1e-300), f"{what}: off by {difference / max(size, 1e-300):.3g} of {size:.6g}"

@@ -138,9 +138,18 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
             )
         weights = weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim)).expand_as(x)
         total, count = (x.to(wide) * weights).sum(), weights.sum(dtype=wide)
-    # With the same loss on every rank, the true adjoint counts each gradient once for every rank: what averaging undoes.
-    both = all_reduce(torch.stack([total, count]), grad="sum" if grad_reduce == "mean" else "identity", group=group)
-    return (both[0] / both[1]).to(x.dtype)
+    both = all_reduce(torch.stack([total, count]), group=group)
+    return count_once((both[0] / both[1]).to(x.dtype), grad_reduce, group)
+
+
+def count_once(loss: Tensor, grad_reduce: GradReduce, group: Group) -> Tensor:
+    """A loss that every rank has computed alike from what the ranks exchanged, with the gradient that is right after
+    `grad_reduce`.
+
+    The true adjoints count each gradient once for every rank: what averaging undoes. Where gradients will be added, it
+    must count as one part of many. (Not by all_reduce(grad="identity"): its second derivatives leave the other ranks out.)
+    """
+    return loss if grad_reduce == "mean" else _divide_gradient(loss, resolve(group).size)
 
 
 def average_gradient(x: Tensor, *, group: Group = None) -> Tensor:
@@ -159,9 +168,15 @@ def average_gradient(x: Tensor, *, group: Group = None) -> Tensor:
     if ranks.size == 1:
         return x
     plan = Linear("copy", ranks, call="average_gradient", site=call_site())
-    share = x / ranks.size
-    path = apply(share.reshape(1) if x.ndim == 0 else share, plan).reshape(x.shape)
-    return x.detach() + (path - path.detach())  # the value of x to the bit, the gradient of the path
+    copied = apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
+    return _divide_gradient(copied, ranks.size)
+
+
+def _divide_gradient(x: Tensor, number: int) -> Tensor:
+    if number == 1:
+        return x
+    share = x / number
+    return x.detach() + (share - share.detach())  # the value of x to the bit
 
 
 def check_op(function: str, op: str, x: Tensor) -> None:

@@ -52,8 +52,8 @@ def cached_backward(
     Ranks: all of `group` call this together, with rows as they have them, also none. An exchange of 128 bytes tells how many
     micro-batches the largest needs, and the others run empty ones up to that number: what communicates in a forward (FSDP,
     SyncBatchNorm) stays in step. Gradients are synchronised once, in a last backward in which all encoders take part: one
-    DDP may hold them all. Within a no_sync() of yours, DDP leaves it out. FSDP2 keeps unsharded gradients until then, and
-    ends with its sync switched on. DDP with static_graph is refused, as it cannot be held back.
+    DDP may hold them all. Within a no_sync() of yours, DDP leaves it out. FSDP2 keeps unsharded gradients until then,
+    synchronises once for each encoder that it serves, and ends with its sync switched on. DDP with static_graph is refused.
 
     Parameters of the loss get their gradient from its one backward. Those that live in a DDP module of the encoders (CLIP's
     logit_scale) are averaged with the rest of it. Otherwise average them yourself, or let `loss` be a DDP module.

@@ -120,12 +120,14 @@ def clip_loss(
             number = torch.as_tensor(count - 1 - same, dtype=rest.dtype, device=rest.device)
             rest = torch.where(number > 0, number.log() + by[0] - by[1], -torch.inf)
         if hardness and shares and not decoupled:
-            rest = torch.logaddexp(rest, by[2])
+            rest = _log_add(rest, by[2])
         target = (diagonal + by[-2]) / (same + 1) if shares else diagonal
         if decoupled:
             losses = torch.where(rest == -torch.inf, 0.0, rest - target)
-        else:  # not logaddexp(rest, diagonal) - diagonal, which would lose all digits of a loss near zero
-            losses = softplus(rest - diagonal, threshold=50) + (diagonal - target)
+        else:  # not logaddexp(rest, diagonal) - target, where a loss near zero and its gradient would lose all digits
+            losses = softplus(rest - diagonal, threshold=50)
+            if shares:
+                losses = losses + (same * diagonal - by[-2]) / (same + 1)
         if label_smoothing:
             total = all_reduce(others.sum(0, dtype=rest.dtype), group=group)
             uniform = scale.to(rest.dtype) * (own.to(rest.dtype) @ total)
@@ -162,6 +164,13 @@ def multi_tower_loss(towers: Sequence[Tensor], scale: Tensor | float, **options:
         raise ValueError(f"multi_tower_loss: towers: expected two or more, got {len(towers)}")
     losses = [clip_loss(x, y, scale, **options) for x, y in combinations(towers, 2)]
     return torch.stack(losses).mean()
+
+
+def _log_add(a: Tensor, b: Tensor) -> Tensor:
+    """logaddexp, with a second derivative also where one side is -inf."""
+    no_a, no_b = a == -torch.inf, b == -torch.inf
+    both = torch.logaddexp(a.masked_fill(no_a, 0), b.masked_fill(no_b, 0))
+    return torch.where(no_a, b, torch.where(no_b, a, both))
 
 
 def _negatives_complaint(ids: Tensor | None, negatives: Tensor | None, negative_ids: Tensor | None) -> str:

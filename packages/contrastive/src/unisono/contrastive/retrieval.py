@@ -50,8 +50,9 @@ def retrieval_metrics(
     name = "retrieval_metrics"
     check_options(name, exchange, "mean", tile)
     with torch.no_grad():
-        options = f"ks={ks!r}, exchange={exchange}, tile={tile}, ids={ids is not None}"
-        call = settle(name, x, y, ids=ids, sizes=sizes, group=group, same=options, problem=_ks_complaint(ks))
+        problem = _ks_complaint(ks)
+        options = f"ks={ks if problem else tuple(ks)}, exchange={exchange}, tile={tile}, ids={ids is not None}"
+        call = settle(name, x, y, ids=ids, sizes=sizes, group=group, same=options, problem=problem)
         lengths = call.sizes
         assert lengths is not None  # unknown only under torch.compile
         with torch.autocast(call.x.device.type, enabled=False):
@@ -83,18 +84,18 @@ def _ranks(
     slack_x, slack_y = board.slack(x), board.slack(y)
     keys = [] if board.ids is None else [board.ids]
     if board.ids is None:  # the partner is the only positive, and at hand
-        partners = torch.cat([(x[s].to(board.dtype) * y[s].to(board.dtype)).sum(1) for s in board.slices(x)] or [slack_x])
-        floor_x = floor_y = partners - slack_x * slack_y
+        partners = [(x[s].to(board.dtype) * y[s].to(board.dtype)).sum(1) for s in board.slices(x)]
+        floor_x = floor_y = torch.cat([slack_x[:0], *partners]) - slack_x * slack_y
     else:
         floor_x = slack_x.new_full((x.shape[0],), -torch.inf)
         columns = bring([y, slack_y, *keys], exchange, sizes, group)
         for own, (all_y, all_slack, *all_keys) in columns:
             best = all_slack.new_full((all_y.shape[0],), -torch.inf)
-            for rows, cols in board.tiles(all_y):
+            for rows, cols, features in board.tiles(all_y):
                 positive = board.positives(rows, cols, own, all_keys)
                 if not positive.any():
                     continue  # most tiles, if there are few positives: no scores are formed for them
-                scores = board.scores(rows, cols, all_y).addr_(slack_x[rows.slice], all_slack[cols.slice], alpha=-1)
+                scores = board.scores(rows, features).addr_(slack_x[rows.slice], all_slack[cols.slice], alpha=-1)
                 scores.masked_fill_(~positive, -torch.inf)
                 floor_x[rows.slice] = torch.maximum(floor_x[rows.slice], scores.amax(1))
                 best[cols.slice] = torch.maximum(best[cols.slice], scores.amax(0))
@@ -105,17 +106,18 @@ def _ranks(
     columns = bring([y, torch.stack([slack_y, floor_y], 1), *keys], exchange, sizes, group)
     for own, (all_y, about, *all_keys) in columns:
         ahead = x.new_zeros(all_y.shape[0], dtype=torch.int64)
-        for rows, cols in board.tiles(all_y):
-            scores = board.scores(rows, cols, all_y).addr_(slack_x[rows.slice], about[cols.slice, 0])
+        for rows, cols, features in board.tiles(all_y):
+            scores = board.scores(rows, features).addr_(slack_x[rows.slice], about[cols.slice, 0])
             positive = board.positives(rows, cols, own, all_keys)
-            for floor, dim, counts in (
-                (floor_x[rows.slice].unsqueeze(1), 1, ranks_x[rows.slice]),
-                (about[cols.slice, 1], 0, ahead[cols.slice]),
-            ):
-                behind = (scores < floor).logical_or_(positive)  # not >=, which would let a NaN win
-                counts += scores.shape[dim] - behind.sum(dim)
+            ranks_x[rows.slice] += _count_ahead(scores, floor_x[rows.slice].unsqueeze(1), positive, 1)
+            ahead[cols.slice] += _count_ahead(scores, about[cols.slice, 1], positive, 0)
         columns.add(ahead)
     return torch.stack([ranks_x, columns.total() + 1], 1)
+
+
+def _count_ahead(scores: Tensor, floor: Tensor, positive: Tensor, dim: int) -> Tensor:
+    behind = (scores < floor).logical_or_(positive)  # not >=, by which a NaN would be ahead of nobody
+    return scores.shape[dim] - behind.sum(dim)
 
 
 class _Scores:
@@ -140,16 +142,18 @@ class _Scores:
         """For each row a number whose product with that of a column is the slack of their score."""
         error = (8 + x.shape[1] / 32) * torch.finfo(self.dtype).eps
         norms = [torch.linalg.vector_norm(x[s].to(self.dtype), dim=1) for s in self.slices(x)]
-        return torch.cat(norms or [x.new_empty(0, dtype=self.dtype)]) * error**0.5
+        return torch.cat([x.new_empty(0, dtype=self.dtype), *norms]).mul_(error**0.5)
 
-    def tiles(self, all_y: Tensor) -> Iterator[tuple[Span, Span]]:
+    def tiles(self, all_y: Tensor) -> Iterator[tuple[Span, Span, Tensor]]:
+        """Rows, columns, and the columns' features."""
         for cols in spans(all_y.shape[0], self.step[1]):
+            features = all_y[cols.slice].to(self.dtype)
             for rows in spans(self.x.shape[0], self.step[0]):
-                yield rows, cols
+                yield rows, cols, features
 
-    def scores(self, rows: Span, cols: Span, all_y: Tensor) -> Tensor:
-        room = self.scratch.room("scores", (rows.stop - rows.start, cols.stop - cols.start))
-        return torch.mm(self.x[rows.slice].to(self.dtype), all_y[cols.slice].to(self.dtype).T, out=room)
+    def scores(self, rows: Span, features: Tensor) -> Tensor:
+        room = self.scratch.room("scores", (rows.stop - rows.start, features.shape[0]))
+        return torch.mm(self.x[rows.slice].to(self.dtype), features.T, out=room)
 
     def positives(self, rows: Span, cols: Span, own: int | None, all_keys: Sequence[Tensor]) -> Tensor:
         """Which pairs of a tile belong together. `own`: where this rank's own columns begin, if they are here."""

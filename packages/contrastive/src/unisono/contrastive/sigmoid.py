@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unisono.collectives import Group, all_reduce
 from unisono.collectives.options import one_of
+from unisono.collectives.reductions import count_once
 from unisono.contrastive.blocks import Exchange
 from unisono.contrastive.calls import check_options, settle, shared
 from unisono.contrastive.clip import GradReduce, SameId
@@ -62,6 +63,6 @@ def sigmoid_loss(
 
     wide = statistics_dtype(x.device)
     count = x.new_full((), x.shape[0], dtype=wide) if weights is None else weights.sum(dtype=wide)
-    grad = "sum" if grad_reduce == "mean" else "identity"
-    sums = all_reduce(torch.stack([local, count]), grad=grad, group=group)  # type: ignore[arg-type]
-    return (sums[0] / sums[1]).to(torch.promote_types(call.x.dtype, torch.float32))
+    sums = all_reduce(torch.stack([local, count]), group=group)
+    loss = count_once(sums[0] / sums[1], grad_reduce, group)
+    return loss.to(torch.promote_types(call.x.dtype, torch.float32))

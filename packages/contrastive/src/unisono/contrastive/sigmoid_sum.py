@@ -75,8 +75,9 @@ class _SigmoidSum(torch.autograd.Function):
         *inputs, ids, dx, dy, dscale, dbias, dweights = ctx.saved_tensors
         wants = ctx.needs_input_grad[:5]
         if torch.is_grad_enabled():  # create_graph: somebody wants to differentiate this backward
-            wanted = [t for t, needed in zip(inputs, wants, strict=True) if needed]
-            result: Tensor = plain(*inputs, ids, *ctx.rest)  # type: ignore[call-arg]
+            views: list[Any] = [t if t is None else t.view_as(t) for t in inputs]  # one tensor may have two roles
+            wanted = [t for t, needed in zip(views, wants, strict=True) if needed]
+            result: Tensor = plain(*views, ids, *ctx.rest)  # type: ignore[call-arg]
             found = iter(torch.autograd.grad(result, wanted, grad, create_graph=True))
             return *(next(found) if needed else None for needed in wants), *(None,) * 5
         grads = (dx, dy, dscale, dbias, dweights)

@@ -56,8 +56,9 @@ class _PairStatistics(torch.autograd.Function):
         found, keys = Statistics(*rest[:3]), (rest[3], rest[4]) if len(rest) > 3 else None
         with torch.autocast(x.device.type, enabled=False):
             if torch.is_grad_enabled():  # create_graph: somebody wants to differentiate this backward
-                wanted = [t for t, wants in zip((x, y, scale), ctx.needs_input_grad, strict=False) if wants]
-                results = dense.statistics(x, y, scale, keys, plan, sizes, group)
+                views = [t.view_as(t) for t in (x, y, scale)]  # x and y may be one tensor: each role has its own gradient
+                wanted = [t for t, wants in zip(views, ctx.needs_input_grad, strict=False) if wants]
+                results = dense.statistics(views[0], views[1], views[2], keys, plan, sizes, group)
                 outputs, given = zip(*((r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad), strict=True)
                 found_grads = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True, materialize_grads=True))
                 return *(next(found_grads) if wants else None for wants in ctx.needs_input_grad[:3]), *(None,) * 4
