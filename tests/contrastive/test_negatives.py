@@ -213,8 +213,7 @@ def loads(folder: Path, size: int, placement: Any, steps: int, way: str) -> None
     ("size", "before", "after", "steps"),
     [
         (10, (3, "sharded"), (2, "sharded"), 6),
-        (4, (3, "sharded"), (4, "sharded"), 3),  # 2, 2, 0 keys become 1, 1, 1, 1
-        (10, (2, "sharded"), (1, "sharded"), 6),
+        (4, (2, "sharded"), (3, "sharded"), 3),  # 2, 2 keys become 2, 2, 0
         (10, (1, "sharded"), (3, "sharded"), 6),
         (10, (2, "replicated"), (3, "sharded"), 6),
         (10, (3, "sharded"), (2, "replicated"), 6),
@@ -356,7 +355,8 @@ def test_rejects(make, message):
 
 def one_ahead(bad: int) -> None:
     queue = NegativeQueue(4, WIDTH)
-    queue._count += bad  # as after a checkpoint that only some ranks have loaded
+    if bad:  # as after a checkpoint that only some ranks have loaded
+        queue.load_state_dict(queue.state_dict() | {"_extra_state": queue.get_extra_state() | {"count": torch.tensor(1)}})
     queue.enqueue(torch.ones(2, WIDTH))
 
 

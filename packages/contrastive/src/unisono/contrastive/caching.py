@@ -56,7 +56,8 @@ def cached_backward(
     synchronises once for each encoder that it serves, and ends with its sync switched on. DDP with static_graph is refused.
 
     Parameters of the loss get their gradient from its one backward. Those that live in a DDP module of the encoders (CLIP's
-    logit_scale) are averaged with the rest of it. Otherwise average them yourself, or let `loss` be a DDP module.
+    logit_scale) are averaged with the rest of it. Those of this package's loss modules are the same on all ranks as they
+    are. Otherwise average them yourself, or let `loss` be a DDP module.
 
     Random numbers are the same in both forwards, and the generators end as if there had been one. The caller's autocast
     serves both. An encoder whose first features need no gradient is frozen: most of its second forwards are left out.

@@ -45,10 +45,12 @@ def settle(
     group: Group = None,
     same: str = "",
     problem: str = "",
+    names: tuple[str, str] = ("scale", "ids"),
 ) -> Call:
     """Check the arguments on every rank, exchange the sizes, and raise the same error everywhere if one rank has a bad call.
 
-    `more`: columns of `y` beyond the partners of `x`. `same`: the options, which must be the same on all ranks.
+    `more`: columns of `y` beyond the partners of `x`. `same`: the options, which must be the same on all ranks. `names`:
+    what the caller knows scale and ids as.
     """
     ranks = resolve(group)
     problem = (
@@ -91,7 +93,7 @@ def check_options(function: str, exchange: str, grad_reduce: str, tile: int | No
         raise ValueError(f"{function}: tile={tile!r} must be a positive number of rows and columns, or None")
 
 
-def _complaint(x: object, y: object, ids: object, weights: object, more: object) -> str:
+def _complaint(x: object, y: object, ids: object, weights: object, more: object, ids_name: str) -> str:
     for name, value in (("x", x), ("y", y)):
         if not isinstance(value, Tensor):
             return f"{name}: expected a Tensor, got {type(value).__name__}"
@@ -103,7 +105,7 @@ def _complaint(x: object, y: object, ids: object, weights: object, more: object)
     if x.device != y.device:
         return f"x is on {x.device}, y on {y.device}"
     if ids is not None and not (isinstance(ids, Tensor) and ids.shape == x.shape[:1] and _integral(ids)):
-        return f"ids: expected {x.shape[0]} integers, one for each row, got {describe(ids)}"
+        return f"{ids_name}: expected {x.shape[0]} integers, one for each row, got {describe(ids)}"
     if weights is not None and not (
         isinstance(weights, Tensor) and weights.shape == x.shape[:1] and weights.is_floating_point()
     ):
@@ -117,17 +119,18 @@ def _integral(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def _scale_complaint(scale: object) -> str:
+def _scale_complaint(scale: object, name: str) -> str:
     """Read it where that costs nothing: on a GPU the host would have to wait."""
     if isinstance(scale, Tensor):
         if scale.numel() != 1:
-            return f"scale: expected one number, got {describe(scale)}"
+            return f"{name}: expected one number, got {describe(scale)}"
         if torch.compiler.is_compiling() or (scale.device.type != "cpu" and not checking()):
             return ""
     elif not isinstance(scale, int | float):
-        return f"scale: expected a number or a Tensor, got {type(scale).__name__}"
+        return f"{name}: expected a number or a Tensor, got {type(scale).__name__}"
     value = float(scale.detach() if isinstance(scale, Tensor) else scale)
-    return "" if value > 0 else f"scale={value!r} must be positive (a temperature t is a scale of 1 / t)"
+    hint = " (a temperature t is a scale of 1 / t)" if name == "scale" else ""
+    return "" if value > 0 else f"{name}={value!r} must be positive{hint}"
 
 
 def _value_complaint(tensors: dict[str, Tensor | None]) -> str:

@@ -16,6 +16,8 @@ from unisono.contrastive.clip import GradReduce
 from unisono.contrastive.pairs import Pairs
 from unisono.contrastive.statistics import pair_statistics
 
+NAMES = ("temperature", "labels")
+
 
 def ntxent_loss(
     z0: Tensor,
@@ -46,7 +48,7 @@ def ntxent_loss(
     name = "ntxent_loss"
     check_options(name, exchange, grad_reduce, tile)
     options = f"exchange={exchange}, tile={tile}, grad_reduce={grad_reduce}"
-    call = settle(name, z0, z1, scale=temperature, weights=weights, sizes=sizes, group=group, same=options)
+    call = settle(name, z0, z1, scale=temperature, weights=weights, sizes=sizes, group=group, same=options, names=NAMES)
     scale = 1 / shared(temperature, group)
     # Anchors are both views; candidates are both views swapped, so that partners meet on the diagonal and each view itself
     # is half a batch off it.
@@ -97,7 +99,9 @@ def supcon_loss(
         weights = None if weights is None else repeat(weights, "n -> (n view)", view=views)
         sizes = None if sizes is None else [views * size for size in sizes]
     options = f"exchange={exchange}, tile={tile}, grad_reduce={grad_reduce}, views={views}"
-    call = settle(name, z, z, scale=temperature, ids=labels, weights=weights, sizes=sizes, group=group, same=options)
+    call = settle(
+        name, z, z, scale=temperature, ids=labels, weights=weights, sizes=sizes, group=group, same=options, names=NAMES
+    )
     plan = Pairs(columns=False, sums=True, diagonal=False, exchange=exchange, tile=tile)
     found = pair_statistics(call.x, call.y, 1 / shared(temperature, group), (labels, labels), plan, call.sizes, group)
     everyone, positives, number = found.rows[0], found.rows[1], found.rows[2].detach()

@@ -1,0 +1,79 @@
+"""open_clip's own losses, from PyPI, on the same ranks: the same values, and the same gradients where theirs are exact."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from unisono.contrastive import clip_loss, sigmoid_loss
+
+FOUND = importlib.util.find_spec("open_clip")
+pytestmark = pytest.mark.skipif(FOUND is None, reason="open_clip is installed beside the newest torch only")
+
+
+def open_clip_losses():
+    """Its loss.py alone: the whole package takes 15 seconds to import."""
+    spec = importlib.util.spec_from_file_location("open_clip_loss", Path(FOUND.submodule_search_locations[0]) / "loss.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def features():
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, y = (F.normalize(torch.randn(4, 8, generator=generator, dtype=torch.float64), dim=1) for _ in "xy")
+    leaves = x, y, torch.tensor(10.0, dtype=torch.float64), torch.tensor(-3.0, dtype=torch.float64)
+    return [leaf.requires_grad_() for leaf in leaves]
+
+
+def averaged(grads):
+    """Features keep their own; what is shared is averaged, as DDP would."""
+    for grad in grads[2:]:
+        dist.all_reduce(grad, op=dist.ReduceOp.SUM)
+        grad /= dist.get_world_size()
+    return grads
+
+
+def agrees_with_open_clip(kind, exchange):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    theirs = open_clip_losses()
+    x, y, scale, bias = features()
+    inputs = [x, y, scale] if kind != "siglip" else [x, y, scale, bias]
+    if kind == "siglip":
+        loss = theirs.SigLipLoss(rank=rank, world_size=world)(x, y, scale, bias)
+    else:
+        loss = theirs.ClipLoss(local_loss=kind == "local", gather_with_grad=True, rank=rank, world_size=world)(x, y, scale)
+    expected = averaged(torch.autograd.grad(loss, inputs))
+    value = loss.detach().clone()
+    if kind != "global":  # theirs differs from rank to rank; its mean over ranks is the loss
+        dist.all_reduce(value)
+        value /= world
+
+    ours = sigmoid_loss(x, y, scale, bias, exchange=exchange) if kind == "siglip" else clip_loss(x, y, scale, exchange=exchange)
+    torch.testing.assert_close(ours.detach(), value, rtol=1e-12, atol=0)
+    for grad, other in zip(averaged(torch.autograd.grad(ours, inputs)), expected, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+@pytest.mark.parametrize("kind", ["global", "local", "siglip"])
+def test_agrees_with_open_clip(ranks, kind, exchange):
+    for world_size in (1, 2, 3):
+        ranks(agrees_with_open_clip, kind, exchange, world_size=world_size)
+
+
+def without_gradient_through_the_gather():
+    """Its default, gather_with_grad=False: 1/W of the gradient beside DDP. Ours has no such flag."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, y, scale, _ = features()
+    loss = open_clip_losses().ClipLoss(rank=rank, world_size=world)(x, y, scale)
+    theirs = torch.autograd.grad(loss, x)[0]
+    ours = torch.autograd.grad(clip_loss(x, y, scale), x)[0]
+    torch.testing.assert_close(theirs * world, ours, rtol=1e-10, atol=1e-13)
+
+
+def test_the_default_of_open_clip_is_one_part_of_the_gradient(ranks):
+    ranks(without_gradient_through_the_gather, world_size=3)
