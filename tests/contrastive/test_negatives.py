@@ -106,6 +106,10 @@ def test_queue_with_any_history(history):
     run_ranks(follows, *history, world_size=len(history[2][0]))
 
 
+def close(got: Tensor, expected: Tensor) -> None:
+    assert torch.allclose(got, expected, rtol=1e-11, atol=1e-13)  # torch.testing's first call takes seconds in every rank
+
+
 def plain_loss(x: Tensor, y: Tensor, scale: Tensor, ids: Tensor, plain: PlainQueue, masked: bool) -> Tensor:
     logits = scale * x @ torch.cat([y, plain.keys.double()]).T
     if masked:
@@ -143,10 +147,10 @@ def trains(placement: Any, masked: bool, exchange: Any) -> None:
         queue.enqueue(y, own_ids if masked else None)  # before the backward, as is customary
         plain.enqueue(whole[1].detach(), ids)
         loss.backward()
-        torch.testing.assert_close(loss, expected.detach())
-        for got, wanted in ((x, whole[0]), (y, whole[1])):
-            torch.testing.assert_close(got.grad, wanted.grad.split(sizes)[rank], rtol=1e-11, atol=1e-13)
-        torch.testing.assert_close(scale.grad * world, whole[2].grad, rtol=1e-11, atol=1e-13)
+        close(loss, expected)
+        close(x.grad, whole[0].grad.split(sizes)[rank])
+        close(y.grad, whole[1].grad.split(sizes)[rank])
+        close(scale.grad * world, whole[2].grad)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -242,24 +246,26 @@ def test_ddp_leaves_every_ranks_share_alone(ranks, placement):
 
 
 def in_subgroups(placement: Any) -> None:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "batch"))
-    replica, rank = divmod(dist.get_rank(), 2)
-    queue, plain = NegativeQueue(7, WIDTH, placement=placement, group=(mesh, "batch")), PlainQueue(7)
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    which, rank = dist.get_rank() % 2, dist.get_rank() // 2
+    queue, plain = NegativeQueue(7, WIDTH, placement=placement, group=groups[which]), PlainQueue(7)
     for step, rows in enumerate(BATCHES):
-        keys, ids = batch(step + 100 * replica, rows + replica)
+        keys, ids = batch(step + 100 * which, rows + which)
         plain.enqueue(keys, ids)
-        queue.enqueue(keys.split(split(len(keys), step, 2))[rank])
+        queue.enqueue(keys.split(split(len(keys), step, 2 - which))[rank])
         same_content(queue, plain)
     twin = copy.deepcopy(queue)
     same_content(twin, plain)
-    twin.load_state_dict(queue.state_dict())
+    other = NegativeQueue(7, WIDTH, placement=placement, group=groups[which])
+    other.load_state_dict(queue.state_dict())
     queue.enqueue(torch.ones(3, WIDTH))
-    same_content(twin, plain)  # a copy of its own, on the same ranks
+    same_content(twin, plain)  # with content of its own, on the same ranks
+    same_content(other, plain)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_subgroup_and_deepcopy(ranks, placement):
-    ranks(in_subgroups, placement, world_size=4)
+    ranks(in_subgroups, placement, world_size=3)
 
 
 def first_alone() -> None:
@@ -293,8 +299,8 @@ def sent(placement: Any) -> int:
 
 def test_sharded_keys_travel_once(ranks):
     own = 4 * 1000 * 4
-    assert ranks(sent, "sharded", world_size=4)[3] < 1.1 * own
-    assert 2.9 * own < ranks(sent, "replicated", world_size=4)[3] < 3.1 * own
+    assert ranks(sent, "sharded", world_size=3)[2] < 1.1 * own
+    assert 1.9 * own < ranks(sent, "replicated", world_size=3)[2] < 2.1 * own
 
 
 # What follows needs one rank only, and runs without a process group.

@@ -53,9 +53,8 @@ def settle(
     what the caller knows scale and ids as.
     """
     ranks = resolve(group)
-    problem = (
-        problem or _complaint(x, y, ids, weights, more) or _scale_complaint(scale) or size_complaint("sizes", sizes, ranks)
-    )
+    problem = problem or _complaint(x, y, ids, weights, more, names[1]) or _scale_complaint(scale, names[0])
+    problem = problem or size_complaint("sizes", sizes, ranks)
     if not problem and sizes is not None and sizes[ranks.rank] != x.shape[0]:
         problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} rows, but x has shape {tuple(x.shape)}"
     if not problem and checking():

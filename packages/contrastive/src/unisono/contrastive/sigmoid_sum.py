@@ -205,13 +205,13 @@ def _op(
     group: str,
     rank: int,
     size: int,
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks = Ranks(group, rank, size)
     if not sizes:
         sizes = lengths_of(exchange("sigmoid_loss", y, 0, ranks, same=f"{masked}, {exchanged}, {tile}"))
     plan = Pairs(sums=ids is not None, exchange=exchanged, tile=tile or None)  # type: ignore[arg-type]
     where = process_group(ranks) if group else None
-    return list(compute(x, y, scale, bias, weights, ids, masked, plan, sizes, where, needed))
+    return compute(x, y, scale, bias, weights, ids, masked, plan, sizes, where, needed)
 
 
 @_op.register_fake
@@ -230,22 +230,20 @@ def _(
     group: str,
     rank: int,
     size: int,
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     total = x.new_empty((), dtype=torch.float64)
     if not needed:
-        return [total, *(x.new_empty(0) for _ in range(5))]
-    grads = [torch.empty_like(t) for t in (x, y, scale, bias)]
-    return [total, *grads, x.new_empty(0) if weights is None else torch.empty_like(weights)]
+        return Sum(total, *(x.new_empty(0) for _ in range(5)))
+    dweights = x.new_empty(0) if weights is None else torch.empty_like(weights)
+    return Sum(total, torch.empty_like(x), torch.empty_like(y), torch.empty_like(scale), torch.empty_like(bias), dweights)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[1:])
     ctx.weighted = inputs[4] is not None
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    grad = grads[0]
-    assert grad is not None
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     found = [d * grad.to(d.dtype) for d in ctx.saved_tensors]
     return *found[:4], found[4] if ctx.weighted else None, *(None,) * 9
 

@@ -84,13 +84,13 @@ def _op(
     group: str,
     rank: int,
     size: int,
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ranks, pairs = Ranks(group, rank, size), _decode(plan, left_out)
     if not sizes:
         sizes = lengths_of(exchange("pair_statistics", y, 0, ranks, same=plan))
     keys = None if row_keys is None or column_keys is None else (row_keys, column_keys)
     result, _ = forward(x, y, scale, keys, pairs, sizes, _group(ranks))
-    return [*result, torch.tensor(sizes, device="cpu")]
+    return *result, torch.tensor(sizes, device="cpu")
 
 
 @_op.register_fake
@@ -106,18 +106,14 @@ def _(
     group: str,
     rank: int,
     size: int,
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pairs, b, m = _decode(plan, left_out), x.shape[0], y.shape[0]
 
     def empty(*shape: int) -> Tensor:
         return x.new_empty(shape, dtype=torch.float64)
 
-    return [
-        empty(pairs.width, b),
-        empty(pairs.width, m if pairs.columns else 0),
-        empty(b if pairs.diagonal else 0),
-        torch.empty(size, dtype=torch.int64, device="cpu"),
-    ]
+    columns, diagonal = empty(pairs.width, m if pairs.columns else 0), empty(b if pairs.diagonal else 0)
+    return empty(pairs.width, b), columns, diagonal, torch.empty(size, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("unisono_contrastive::pair_statistics_backward", mutates_args=())
@@ -164,13 +160,13 @@ def _(
     return torch.empty_like(x), torch.empty_like(y), torch.empty_like(scale)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, y, scale, row_keys, column_keys, plan, left_out, _, *ranks = inputs
     ctx.save_for_backward(x, y, scale, row_keys, column_keys, *output)
     ctx.plan, ctx.ranks = (plan, left_out), ranks
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     x, y, scale, row_keys, column_keys, *found, sizes = ctx.saved_tensors
     given = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(found, grads, strict=False)]
     results = _backward_op(x, y, scale, row_keys, column_keys, found, given, sizes, *ctx.plan, *ctx.ranks)

@@ -1,0 +1,63 @@
+"""torch.compile(fullgraph=True) of a training step that holds the loss: the values and gradients of eager."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.contrastive.whole_batch import CASES, SPLITS, close, differentiable, gradients, share, whole
+from unisono import contrastive
+from unisono.contrastive import ClipLoss, SigmoidLoss
+
+
+def compiled_losses_match_eager(backend, names):
+    sizes, rank = SPLITS[dist.get_world_size()], dist.get_rank()
+    for name in names:
+        torch._dynamo.reset()
+        case = CASES[name]
+        mine = differentiable(share(whole(sum(sizes)), sizes, rank))
+
+        def step(given, case=case):
+            return case(given, getattr(contrastive, case.function))
+
+        expected = step(mine)
+        expected_grads = gradients(expected, mine)
+        loss = torch.compile(step, fullgraph=True, backend=backend)(mine)
+        close(loss.detach(), expected.detach(), 1e-12, name)
+        for key, grad in gradients(loss, mine).items():
+            close(grad, expected_grads[key], 1e-11, f"{name}: gradient of {key}")
+
+
+def test_compiled_losses_match_eager(ranks):
+    names = ["clip_everything", "clip_one_way", "sigmoid_ids_masked_weights", "ntxent", "supcon_weights"]
+    ranks(compiled_losses_match_eager, "aot_eager", names, world_size=2, timeout=240)
+
+
+def compiled_step(backend):
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    tower = torch.nn.Linear(6, 4).double()
+    losses = torch.nn.ModuleDict({"clip": ClipLoss(), "sigmoid": SigmoidLoss()}).double()
+
+    def step(images, texts, ids):
+        x, y = F.normalize(tower(images), dim=1), F.normalize(tower(texts), dim=1)
+        return losses["clip"](x, y, ids=ids) + losses["sigmoid"](x, y, ids=ids)
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    parameters = [*tower.parameters(), *losses.parameters()]
+    for rows in (3 + rank, 5, 4 - rank):  # other sizes in every step
+        generator = torch.Generator().manual_seed(10 * rows + rank)
+        images, texts = (torch.randn(rows, 6, generator=generator, dtype=torch.float64) for _ in "xy")
+        ids = torch.randint(0, 4, (rows,), generator=generator)
+        expected = step(images, texts, ids)
+        expected_grads = torch.autograd.grad(expected, parameters)
+        loss = compiled(images, texts, ids)
+        close(loss.detach(), expected.detach(), 1e-12, f"{rows} rows")
+        for grad, truth in zip(torch.autograd.grad(loss, parameters), expected_grads, strict=True):
+            close(grad, truth, 1e-11, f"gradient, {rows} rows")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_training_step_matches_eager(ranks, backend):
+    ranks(compiled_step, backend, world_size=2, timeout=240)
