@@ -152,10 +152,15 @@ def test_values_that_are_not_finite_count_against_the_model(with_ids):
 
 
 def test_ties_of_features_with_very_different_norms():
-    """The positive's rounding error is that of the large norm, not of the candidate's small one."""
-    x = torch.full((2, 1000), 0.1)
-    y = torch.stack([torch.full((1000,), 0.1), torch.tensor([1000.0, -1000.0] * 500) + 0.1])
-    assert retrieval_metrics(x, y, ks=[1])["x_to_y/recall@1"] == 0
+    """All scores are the same but for rounding, which is that of the larger norm: the positive's or the candidate's."""
+    part = (
+        torch.randn(12, 500, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([1.0, 100.0, 10000.0]).repeat(4)[:, None]
+    )
+    part = part.round()
+    x, y = torch.full((12, 1000), 0.1), torch.cat([part + 0.125, 0.125 - part], 1)
+    got = retrieval_metrics(x, y, ks=[11])
+    assert got["x_to_y/recall@11"] == 0
 
 
 def test_no_graph_and_no_autocast():
