@@ -79,6 +79,25 @@ def test_checked_finds_different_scales(ranks):
     ranks(scales_differ, world_size=2)
 
 
+def dtypes_of_ids_and_weights_differ():
+    """What may differ without harm does not have to be the same: it travels in one dtype."""
+    ids, weights = (
+        IDS.to([torch.int32, torch.int64][dist.get_rank()]),
+        torch.ones(3, dtype=[torch.float32, torch.float64][dist.get_rank()]),
+    )
+    for exchange in ("gather", "ring"):
+        results = [
+            clip_loss(X, X, 2.0, ids=ids, weights=weights, exchange=exchange),
+            sigmoid_loss(X, X, 2.0, -1.0, ids=ids, weights=weights, exchange=exchange),
+            supcon_loss(X, ids, 0.5, weights=weights, exchange=exchange),
+        ]
+        assert all(loss.isfinite() for loss in results)
+
+
+def test_dtypes_of_ids_and_weights_may_differ(ranks):
+    ranks(dtypes_of_ids_and_weights_differ, world_size=2)
+
+
 def with_sizes():
     rows = 1 + dist.get_rank()
     x = X[:rows]

@@ -25,7 +25,7 @@ from unisono.collectives.groups import process_group
 if TYPE_CHECKING:
     from unisono.collectives.linear import Linear
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGES = [f"{os.sep}unisono{os.sep}{name}{os.sep}" for name in ("collectives", "contrastive", "dataparallel", "embedding")]
 _mode: ContextVar[str] = ContextVar("unisono_check", default="")  # "", "calls" or "sites"
 _calls_made: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()  # the sequence number finds a skipped call
 
@@ -66,11 +66,11 @@ def call_site() -> str:
 
 
 def user_frame() -> str:
-    """The innermost line outside this package and torch."""
+    """The innermost line outside these packages and torch."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         path = frame.f_code.co_filename
-        inside = path.startswith(_PACKAGE) and not path.startswith(os.path.join(_PACKAGE, "testing"))
+        inside = any(package in path for package in _PACKAGES) and f"{os.sep}testing{os.sep}" not in path
         if not inside and f"{os.sep}torch{os.sep}" not in path:
             break
         frame = frame.f_back

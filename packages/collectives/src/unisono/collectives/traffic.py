@@ -73,6 +73,10 @@ def count_bytes() -> Iterator[Traffic]:
 class _Counter(TorchDispatchMode):
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, for seconds, to keep it away from what is not compiled
+
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.traffic = traffic

@@ -64,7 +64,13 @@ def cached_backward(
     BatchNorm and the like are not exact: they see a micro-batch at a time, and update their running statistics twice.
 
     Example:
-        loss = cached_backward([image_tower, text_tower], [images, texts], ClipLoss(), micro_batch=64)
+        >>> import torch
+        >>> from unisono.contrastive import ClipLoss, cached_backward
+        >>> towers = torch.nn.Linear(8, 4), torch.nn.Linear(6, 4)
+        >>> images, texts = torch.randn(32, 8), torch.randn(32, 6)
+        >>> loss = cached_backward(towers, [images, texts], ClipLoss(), micro_batch=8)
+        >>> towers[0].weight.grad.shape
+        torch.Size([4, 8])
     """
     ranks = resolve(group)
     held = _synchronising([*encoders, *modules])

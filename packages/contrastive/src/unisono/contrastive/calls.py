@@ -21,6 +21,7 @@ class Call(NamedTuple):
 
     x: Tensor
     y: Tensor  # in the graph if that of any rank is
+    ids: Tensor | None  # as int64: what travels must be of one dtype on all ranks
     sizes: tuple[int, ...] | None  # every rank's columns; None where they will be asked for inside a compiled graph
     paired: bool  # y has the partners of x and nothing more
 
@@ -64,17 +65,17 @@ def settle(
         columns = x if isinstance(x, Tensor) else torch.empty(0)
     else:
         dtype = torch.promote_types(x.dtype, y.dtype)
-        x, y = x.to(dtype), y.to(dtype)
+        x, y, ids = x.to(dtype), y.to(dtype), None if ids is None else ids.to(torch.int64)
         columns = y if more is None else torch.cat([y, more.to(dtype).detach()])
     if torch.compiler.is_compiling():
         refuse(function, problem, ranks)
         lengths = None if sizes is None or more is not None else tuple(sizes)
-        return Call(x, columns, lengths, more is None)
+        return Call(x, columns, ids, lengths, more is None)
     if sizes is None or more is not None or checking():
         table = exchange(function, columns, 0, ranks, same=same, problem=problem)
-        return Call(x, join_graph(columns, table), lengths_of(table), more is None)
+        return Call(x, join_graph(columns, table), ids, lengths_of(table), more is None)
     refuse(function, problem, ranks)
-    return Call(x, columns, tuple(sizes), more is None)
+    return Call(x, columns, ids, tuple(sizes), more is None)
 
 
 def shared(value: Tensor | float, group: Group) -> Tensor:

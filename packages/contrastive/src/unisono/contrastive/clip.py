@@ -96,7 +96,7 @@ def clip_loss(
         same=options,
         problem=_negatives_complaint(ids, negatives, negative_ids),
     )
-    x, y, scale = call.x, call.y, shared(scale, group)
+    x, y, ids, scale = call.x, call.y, call.ids, shared(scale, group)
 
     shares = ids is not None and same_id == "positive"  # the same ids share the target
     apart = ids is not None and (not shares or decoupled or hardness > 0)  # and are not among the others of the denominator

@@ -32,8 +32,7 @@ class NegativeQueue(nn.Module):
 
     Example, with the keys of any number of ranks:
         >>> import torch
-        >>> from unisono.contrastive import clip_loss
-        >>> from unisono.contrastive.negatives import NegativeQueue
+        >>> from unisono.contrastive import NegativeQueue, clip_loss
         >>> queue, x = NegativeQueue(size=4, width=3), torch.eye(3)
         >>> for _ in range(2):
         ...     loss = clip_loss(x, x, 10.0, direction="x_to_y", negatives=queue.negatives())
@@ -96,6 +95,9 @@ class NegativeQueue(nn.Module):
     def __len__(self) -> int:
         """The number of keys on all ranks together."""
         return min(self._count, self.size)
+
+    def __bool__(self) -> bool:
+        return True  # a module, also while it is empty
 
     def extra_repr(self) -> str:
         return f"size={self.size}, width={self.width}, placement={self.placement!r}, with_ids={self.with_ids}"

@@ -41,7 +41,7 @@ def retrieval_metrics(
 
     Example:
         >>> import torch
-        >>> from unisono.contrastive.retrieval import retrieval_metrics
+        >>> from unisono.contrastive import retrieval_metrics
         >>> x, y = torch.eye(3), torch.eye(3)[[0, 2, 2]]  # alone, or with the three rows on any ranks
         >>> found = retrieval_metrics(x, y, ks=(1, 2))
         >>> found["x_to_y/recall@1"], found["x_to_y/recall@2"], found["x_to_y/median_rank"]

@@ -59,7 +59,7 @@ def sigmoid_loss(
     call = settle(name, x, y, scale=scale, ids=ids, weights=weights, sizes=sizes, group=group, same=options)
     plan = Pairs(sums=ids is not None, exchange=exchange, tile=tile)
     scale, bias = shared(scale, group), shared(bias, group)
-    local = sigmoid_sum(call.x, call.y, scale, bias, weights, ids, same_id == "masked", plan, call.sizes, group)
+    local = sigmoid_sum(call.x, call.y, scale, bias, weights, call.ids, same_id == "masked", plan, call.sizes, group)
 
     wide = statistics_dtype(x.device)
     count = x.new_full((), x.shape[0], dtype=wide) if weights is None else weights.sum(dtype=wide)

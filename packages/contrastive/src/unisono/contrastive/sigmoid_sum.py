@@ -101,7 +101,7 @@ def compute(
     walk = Walk(x, y, scale, None if ids is None else (ids, ids), plan)
     minus_bias = -bias.to(wide)
     columns = bring(
-        [y, *(t for t in (weights, ids) if t is not None)],
+        [y, *(() if weights is None else (weights.to(wide),)), *(() if ids is None else (ids,))],
         choose(plan.exchange, sizes, y.shape[1], walk.compute.itemsize),
         sizes,
         group,
@@ -184,7 +184,7 @@ def plain(
     if masked:
         losses = losses.masked_fill(same & partner, 0)
     if weights is not None:
-        everyones = all_gather(weights, sizes=sizes, group=group)
+        everyones = all_gather(weights.to(logits.dtype), sizes=sizes, group=group)
         losses = losses * (weights.unsqueeze(1) + everyones) / 2
     return losses.sum()
 

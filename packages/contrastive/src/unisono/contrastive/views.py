@@ -102,8 +102,9 @@ def supcon_loss(
     call = settle(
         name, z, z, scale=temperature, ids=labels, weights=weights, sizes=sizes, group=group, same=options, names=NAMES
     )
+    keys = None if call.ids is None else (call.ids, call.ids)
     plan = Pairs(columns=False, sums=True, diagonal=False, exchange=exchange, tile=tile)
-    found = pair_statistics(call.x, call.y, 1 / shared(temperature, group), (labels, labels), plan, call.sizes, group)
+    found = pair_statistics(call.x, call.y, 1 / shared(temperature, group), keys, plan, call.sizes, group)
     everyone, positives, number = found.rows[0], found.rows[1], found.rows[2].detach()
     losses = torch.where(number > 0, everyone - positives / number.clamp(min=1), 0.0)
     counted = (number > 0).to(losses.dtype)
