@@ -12,23 +12,26 @@ from pathlib import Path
 import pytest
 
 import unisono.collectives
+import unisono.contrastive
 
 ROOT = Path(__file__).parents[2]
 READMES = [ROOT / "README.md", *sorted((ROOT / "packages").rglob("README.md"))]
-MODULES = [m.name for m in pkgutil.walk_packages(unisono.collectives.__path__, "unisono.collectives.")]
+PACKAGES = [unisono.collectives, unisono.contrastive]
+MODULES = [m.name for package in PACKAGES for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+NO_BACKWARD = {"checked", "count_bytes", "exchange_sizes"}
 
 
-@pytest.mark.parametrize("name", ["unisono.collectives", *MODULES])
+@pytest.mark.parametrize("name", [*(package.__name__ for package in PACKAGES), *MODULES])
 def test_docstring_examples(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_every_public_function_has_a_docstring_with_backward_and_example():
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_every_public_function_has_a_docstring_with_backward_and_example(package):
     lacking = []
-    for name in unisono.collectives.__all__:
-        doc = getattr(unisono.collectives, name).__doc__ or ""
-        function = name.islower() and name not in ("checked", "count_bytes", "exchange_sizes")
-        if ("Example" not in doc and name.islower()) or (function and "Backward" not in doc):
+    for name in package.__all__:
+        doc = getattr(package, name).__doc__ or ""
+        if name.islower() and ("Example" not in doc or (name not in NO_BACKWARD and "ackward" not in doc)):
             lacking.append(name)
     assert lacking == []
 
@@ -65,5 +68,6 @@ def test_readme_example_runs(name, code, tmp_path):
 
 @pytest.mark.parametrize("path", READMES, ids=[str(path.relative_to(ROOT)) for path in READMES])
 def test_links_and_pictures_exist(path):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         assert target.startswith("http") or (path.parent / target).exists(), target
