@@ -14,6 +14,7 @@ from shared_measuring import order_of_turns, time_call
 from torch import Tensor
 
 WARM_UP_ROWS = 128
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 class Weight(NamedTuple):
@@ -29,11 +30,15 @@ class Seconds(NamedTuple):
     cpu: float
 
 
-def weigh(name: str, rows: int, folder: Path) -> Weight:
+def weigh(name: str, rows: int, folder: Path, plain_malloc: bool) -> Weight:
     """One forward and backward of a contender in a process that has done no other but a tiny one, which loads the code.
 
     The first of a family leaves its results in `folder`; those of the others are compared with them.
     """
+    # glibc keeps freed memory of up to 32 MB, depending on what was freed before, and rarely fits the next tensor in: the peak
+    # would differ by half from rank to rank. With a fixed threshold every freed tensor goes back at once.
+    if not plain_malloc and not ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16):
+        raise RuntimeError("mallopt refuses a threshold: --plain-malloc does without")
     family = CONTENDERS[name].family
     loss_of = CONTENDERS[name].make()
     warm_up([name])

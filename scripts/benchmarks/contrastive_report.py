@@ -50,6 +50,11 @@ HEAD = (
     "MB",
     "MB / open_clip",
 )
+MALLOC = {
+    False: "malloc set to give back every freed tensor at once (mallopt, 64 KB), so that it is that of the tensors; "
+    "`--plain-malloc` also counts the gaps that glibc leaves, which differ from rank to rank",
+    True: "glibc's malloc as it is: the gaps that it leaves between tensors count, and differ from rank to rank",
+}
 # Of Okabe and Ito, for all kinds of sight: ours are blue and green, those of others warm.
 COLOURS = {
     CLIP_AUTO: "#0072b2",
@@ -65,7 +70,14 @@ COLOURS = {
 
 
 def write_report(
-    results: Results, aims: Sequence[Aim], skipped: Sequence[str], folder: Path, *, command: str, machine: str
+    results: Results,
+    aims: Sequence[Aim],
+    skipped: Sequence[str],
+    folder: Path,
+    *,
+    command: str,
+    machine: str,
+    plain_malloc: bool,
 ) -> Path:
     """Write `<date>-contrastive.md` and the plot beside it; return the path of the former."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +102,7 @@ def write_report(
         "ranks, the least of all rounds (and the most). Wall s: the slowest rank, the median of all rounds. MB (2^20 bytes): "
         "how much one step raised the resident memory of a fresh process at most, gradients of the inputs included; the rank "
         f"that took most. Ratios to open_clip are to `{PEERS['CLIP']}` for CLIP, `{PEERS['sigmoid']}` for the sigmoid losses.",
+        f"Memory is weighed with {MALLOC[plain_malloc]}. Time always is with glibc's malloc as it is.",
         "`open_clip local` is ClipLoss(local_loss=True, gather_with_grad=True), `global` with local_loss=False; SigLIP is "
         "SigLipLoss as it comes. The release takes no chunks: those contenders are written here, after the descriptions of "
         "the pull requests and on its SigLipLoss. In 1145 autograd keeps the logits of all chunks, in 1214 they are formed "

@@ -30,6 +30,7 @@ def main(
     repeats: int | None = None,
     quick: bool = False,
     full: bool = False,
+    plain_malloc: bool = False,
     out: Path | None = None,
 ) -> None:
     """Weigh and time clip_loss and sigmoid_loss against open_clip's, and against the matmuls that none can do without.
@@ -44,6 +45,7 @@ def main(
         repeats: Rounds of each size; 15 up to 1024 rows, 5 up to 4096, 3 beyond, unless given.
         quick: Two rounds of 128 and 768 rows, to see that it works; writes nothing, unless --out says where.
         full: Also what is estimated to take more than 3 GB on each rank: open_clip global with 8192 rows.
+        plain_malloc: Memory as glibc's allocator leaves it, unused gaps included, and not of the tensors alone.
         out: The folder for the markdown file and the plot. A file of the same day is replaced.
     """
     if min(sizes) < 2 or (repeats is not None and repeats < 1):
@@ -56,7 +58,7 @@ def main(
     if not console.is_terminal:
         console.width = 120
     machine = describe_machine()
-    results, skipped = run_all(sizes, repeats, full, console)
+    results, skipped = run_all(sizes, repeats, full, plain_malloc, console)
     aims = judge(results)
     console.print(figure_table(results))
     for line in skipped:
@@ -70,11 +72,13 @@ def main(
         return
     warning = " (quick: too small to quote)" if quick else ""
     command = f"`{shlex.join(['./scripts/bench', 'contrastive', *sys.argv[1:]])}`{warning}"
-    path = write_report(results, aims, skipped, out or RESULTS, command=command, machine=machine)
+    path = write_report(results, aims, skipped, out or RESULTS, command=command, machine=machine, plain_malloc=plain_malloc)
     console.print(f"written: {path}, {path.with_suffix('.png').name}", soft_wrap=True)
 
 
-def run_all(sizes: Sequence[int], repeats: int | None, full: bool, console: Console) -> tuple[Results, list[str]]:
+def run_all(
+    sizes: Sequence[int], repeats: int | None, full: bool, plain_malloc: bool, console: Console
+) -> tuple[Results, list[str]]:
     """The results, and a line for each contender that was left out."""
     results, skipped, plans = Results(), [], []
     weights: dict[tuple[str, int], list[Weight]] = {}
@@ -94,7 +98,7 @@ def run_all(sizes: Sequence[int], repeats: int | None, full: bool, console: Cons
             for name in names:
                 progress.update(task, description=f"b = {rows}: memory and results of {name}")
                 with RankPool(WORLD_SIZE, group_timeout=300) as pool:
-                    found = weights[name, rows] = pool.run(weigh, name, rows, Path(folder), timeout=600)
+                    found = weights[name, rows] = pool.run(weigh, name, rows, Path(folder), plain_malloc, timeout=600)
                 deviation = max(w.deviation for w in found)
                 if not deviation <= TOLERANCE:
                     raise SystemExit(f"{name}, b = {rows}: loss or gradients deviate by {deviation:.1e}, so it is other work")

@@ -84,8 +84,8 @@ def test_no_backward_waits_for_the_device(fake_world, exchange):
     x, y, scale = features(32), features(32), torch.ones((), device="cuda")
     ids = torch.zeros(32, dtype=torch.int64, device="cuda")
     plan, sizes = Pairs(sums=True, exchange=exchange), (32,) * fake_world
-    found, kept = forward(x, y, scale, (ids, ids), plan, sizes, None)
-    for left in (kept, Kept(None, None)):
+    found, kept = forward(x, y, scale, (ids, ids), plan, sizes, None, keep=True)
+    for left in (kept, Kept([], [])):
         grads = backward(x, y, scale, (ids, ids), found, tuple(found), left, plan, sizes, None)
         assert [grad.shape for grad in grads] == [x.shape, y.shape, ()]
         assert all(grad.device.type == "cuda" for grad in grads)
@@ -105,8 +105,8 @@ def test_the_ring_of_4096_ranks_needs_little_memory(fake_world):
     x, y, scale = features(rows), features(rows), torch.ones((), device="cuda")
     plan, sizes = Pairs(exchange="auto"), (rows,) * fake_world
     with LiveBytes() as live, count_bytes() as traffic, mock.patch.object(Circling, "__iter__", first_blocks):
-        found, kept = forward(x, y, scale, None, plan, sizes, None)
-        assert kept == Kept(None, None)
+        found, kept = forward(x, y, scale, None, plan, sizes, None, keep=True)
+        assert kept == Kept([], [])
         backward(x, y, scale, None, found, tuple(found), kept, plan, sizes, None)
         compute(x, y, scale, scale, None, None, False, plan, sizes, None, True)
     assert live.most < 0.1 * 2**30, f"{live.most / 2**20:.0f} MiB"

@@ -36,17 +36,12 @@ def choose(exchange: Exchange, sizes: Sequence[int], width: int, itemsize: int) 
 class Gathered:
     """All columns at once: one exchange, and memory for every rank's."""
 
-    def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int], group: Group) -> None:
+    def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int], group: Group, already: Sequence[Tensor] = ()) -> None:
+        """`already`: what an earlier one has gathered; only `tensors` travel."""
         self.sizes, self.group = tuple(sizes), group
-        self.tensors = [all_gather(x.detach(), sizes=sizes, group=group) for x in tensors]
+        self.tensors = [*already, *(all_gather(x.detach(), sizes=sizes, group=group) for x in tensors)]
         self._partial: Tensor | None = None
         self._combine: Combine = torch.add
-
-    def with_more(self, tensors: Sequence[Tensor]) -> Gathered:
-        """The same columns with more tensors: only these travel."""
-        more = Gathered(tensors, self.sizes, self.group)
-        more.tensors = [*self.tensors, *more.tensors]
-        return more
 
     def __iter__(self) -> Iterator[tuple[int | None, list[Tensor]]]:
         yield sum(self.sizes[: resolve(self.group).rank]), self.tensors

@@ -10,9 +10,10 @@ from torch import Tensor
 from unisono.collectives import Group, all_gather, all_to_all_single
 from unisono.collectives.groups import resolve
 from unisono.contrastive.pairs import Pairs, select
-from unisono.contrastive.tiles import Span, exclude, statistics_dtype
+from unisono.contrastive.tiles import Span, exclude, statistics_dtype, without_autocast
 
 
+@without_autocast
 def all_logits(
     x: Tensor, y: Tensor, scale: Tensor, left_out: tuple[int, ...], sizes: Sequence[int], group: Group
 ) -> tuple[Tensor, Tensor]:
@@ -26,6 +27,7 @@ def all_logits(
     return logits, takes_part
 
 
+@without_autocast
 def statistics(
     x: Tensor, y: Tensor, scale: Tensor, keys: tuple[Tensor, Tensor] | None, plan: Pairs, sizes: Sequence[int], group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:

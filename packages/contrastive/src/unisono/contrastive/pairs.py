@@ -17,7 +17,17 @@ from torch import Tensor
 
 from unisono.collectives import Group
 from unisono.contrastive.blocks import Columns, Exchange, Gathered, bring, choose
-from unisono.contrastive.tiles import Scratch, Span, default_tile, exclude, gradient, log_sums, spans, statistics_dtype
+from unisono.contrastive.tiles import (
+    Scratch,
+    Span,
+    default_tile,
+    exclude,
+    gradient,
+    log_sums,
+    spans,
+    statistics_dtype,
+    without_autocast,
+)
 
 LOG2E = math.log2(math.e)
 # Logits that are kept for the backward instead of formed again: a third less work there.
@@ -117,19 +127,28 @@ def combine_with(entries: int) -> Any:
 class Kept(NamedTuple):
     """What the forward leaves for the backward beside its results, if there is room."""
 
-    columns: Gathered | None
-    logits: list[Tensor] | None
+    columns: list[Tensor]  # of all ranks, if they were gathered
+    logits: list[Tensor]  # tile by tile, if they are few
 
 
+@without_autocast
 def forward(
-    x: Tensor, y: Tensor, scale: Tensor, keys: tuple[Tensor, Tensor] | None, plan: Pairs, sizes: Sequence[int], group: Group
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    keys: tuple[Tensor, Tensor] | None,
+    plan: Pairs,
+    sizes: Sequence[int],
+    group: Group,
+    keep: bool = False,
 ) -> tuple[Statistics, Kept]:
+    """The statistics, and if `keep`, what the backward may use again."""
     wide, entries, width = statistics_dtype(x.device), len(plan.entries), plan.width
     walk = Walk(x, y, scale * LOG2E, keys, plan)
     exchange = choose(plan.exchange, sizes, y.shape[1], walk.compute.itemsize)
     columns = bring([y, *keys[1:]] if keys else [y], exchange, sizes, group)
-    few = x.shape[0] * sum(sizes) * walk.compute.itemsize <= KEEP_BYTES
-    kept: list[Tensor] | None = [] if few else None
+    keep_logits = keep and x.shape[0] * sum(sizes) * walk.compute.itemsize <= KEEP_BYTES
+    kept: list[Tensor] = []
 
     def nothing(count: int) -> Tensor:
         result = x.new_full((count, width), -torch.inf, dtype=wide)
@@ -140,7 +159,7 @@ def forward(
     for own, (all_y, *all_keys) in columns:
         by_column = nothing(all_y.shape[0])
         for rows, cols, _, logits, same in walk.tiles(all_y, all_keys[0] if all_keys else None, own):
-            if kept is not None:
+            if keep_logits:
                 kept.append(logits.clone())
             for k, entry in enumerate(plan.entries):
                 row, column = log_sums(select(logits, entry, same), plan.columns, walk.scratch)
@@ -161,9 +180,10 @@ def forward(
     home[:, : entries + plan.sums] /= LOG2E
     own_logits = diagonal(x, y, walk) * (walk.factor / LOG2E) if plan.diagonal else by_row.new_empty(0)
     result = Statistics(by_row.T.contiguous(), home.T.contiguous(), own_logits)
-    return result, Kept(columns if isinstance(columns, Gathered) else None, kept)
+    return result, Kept(columns.tensors if keep and isinstance(columns, Gathered) else [], kept)
 
 
+@without_autocast
 def backward(
     x: Tensor,
     y: Tensor,
@@ -181,12 +201,12 @@ def backward(
     walk, entries, width = Walk(x, y, scale * LOG2E, keys, plan), len(plan.entries), plan.width
     row_logs, row_grads = (found.rows * LOG2E).T, grads[0].T
     with_columns = [torch.cat([found.columns * LOG2E, grads[1]]).T.contiguous()] if plan.columns else []
-    if kept.columns is not None:
-        columns: Columns = kept.columns.with_more(with_columns)
+    if kept.columns:
+        columns: Columns = Gathered(with_columns, sizes, group, already=kept.columns)
     else:
         exchange = choose(plan.exchange, sizes, y.shape[1], walk.compute.itemsize)
         columns = bring([y, *(keys[1:] if keys else ()), *with_columns], exchange, sizes, group)
-    logits_kept = None if kept.logits is None else iter(kept.logits)
+    logits_kept = iter(kept.logits) if kept.logits else None
 
     dx = x.new_zeros(x.shape, dtype=walk.compute)
     for own, (all_y, *more) in columns:

@@ -20,7 +20,7 @@ from unisono.collectives.sizes import exchange, lengths_of
 from unisono.contrastive.blocks import bring, choose
 from unisono.contrastive.dense import all_logits
 from unisono.contrastive.pairs import Pairs, Walk, add_diagonal, diagonal, scale_gradient
-from unisono.contrastive.tiles import statistics_dtype
+from unisono.contrastive.tiles import statistics_dtype, without_autocast
 
 
 class Sum(NamedTuple):
@@ -64,8 +64,7 @@ class _SigmoidSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x, y, scale, bias, weights, ids, *rest = arguments
-        with torch.autocast(x.device.type, enabled=False):
-            total, *grads = compute(*arguments, any(ctx.needs_input_grad))  # type: ignore[call-arg]
+        total, *grads = compute(*arguments, any(ctx.needs_input_grad))  # type: ignore[call-arg]
         ctx.save_for_backward(x, y, scale, bias, weights, ids, *grads)
         ctx.rest = rest
         return total
@@ -84,6 +83,7 @@ class _SigmoidSum(torch.autograd.Function):
         return *(d * grad.to(d.dtype) if needed else None for d, needed in zip(grads, wants, strict=True)), *(None,) * 5
 
 
+@without_autocast
 def compute(
     x: Tensor,
     y: Tensor,

@@ -40,32 +40,30 @@ class _PairStatistics(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor, scale: Tensor, keys: Keys, plan: Pairs, sizes: tuple[int, ...], group: Group
     ) -> Statistics:
-        with torch.autocast(x.device.type, enabled=False):
-            result, kept = forward(x, y, scale, keys, plan, sizes, group)
-        differentiable = any(ctx.needs_input_grad[:3])
-        ctx.save_for_backward(x, y, scale, *result, *(keys or ()))
-        ctx.kept = kept if differentiable else None
+        result, kept = forward(x, y, scale, keys, plan, sizes, group, keep=any(ctx.needs_input_grad[:3]))
+        ctx.save_for_backward(x, y, scale, *result, *(keys or ()), *kept.columns, *kept.logits)
+        ctx.kept = len(kept.columns)
         ctx.arguments = plan, sizes, group
         return result
 
     @staticmethod
     def backward(ctx: Any, rows: Tensor, columns: Tensor, diagonal: Tensor) -> tuple[Tensor | None, ...]:
         plan, sizes, group = ctx.arguments
-        grads = (rows, columns, diagonal)
         x, y, scale, *rest = ctx.saved_tensors
-        found, keys = Statistics(*rest[:3]), (rest[3], rest[4]) if len(rest) > 3 else None
-        with torch.autocast(x.device.type, enabled=False):
-            if torch.is_grad_enabled():  # create_graph: somebody wants to differentiate this backward
-                views = [t.view_as(t) for t in (x, y, scale)]  # x and y may be one tensor: each role has its own gradient
-                wanted = [t for t, wants in zip(views, ctx.needs_input_grad, strict=False) if wants]
-                results = dense.statistics(views[0], views[1], views[2], keys, plan, sizes, group)
-                outputs, given = zip(*((r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad), strict=True)
-                found_grads = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True, materialize_grads=True))
-                return *(next(found_grads) if wants else None for wants in ctx.needs_input_grad[:3]), *(None,) * 4
-            kept = ctx.kept
-            dx, dy, dscale = backward(
-                x, y, scale, keys, found, grads, kept, plan, sizes, group, wants_y=ctx.needs_input_grad[1]
-            )
+        found, rest = Statistics(*rest[:3]), rest[3:]
+        keys, rest = ((rest[0], rest[1]), rest[2:]) if plan.keyed else (None, rest)
+        wants = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # create_graph: somebody wants to differentiate this backward
+            views = [t.view_as(t) for t in (x, y, scale)]  # x and y may be one tensor: each role has its own gradient
+            results = dense.statistics(views[0], views[1], views[2], keys, plan, sizes, group)
+            known = [(r, g) for r, g in zip(results, (rows, columns, diagonal), strict=True) if r.requires_grad]
+            wanted = [t for t, needed in zip(views, wants, strict=True) if needed]
+            outputs, given = zip(*known, strict=True)
+            grads = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True, materialize_grads=True))
+            return *(next(grads) if needed else None for needed in wants), *(None,) * 4
+        kept = Kept(rest[: ctx.kept], rest[ctx.kept :])
+        arriving = (rows, columns, diagonal)
+        dx, dy, dscale = backward(x, y, scale, keys, found, arriving, kept, plan, sizes, group, wants_y=wants[1])
         return dx, dy, dscale.to(scale.dtype), *(None,) * 4
 
 
@@ -135,7 +133,7 @@ def _backward_op(
     keys = None if row_keys is None or column_keys is None else (row_keys, column_keys)
     given, lengths, where = (grads[0], grads[1], grads[2]), sizes.tolist(), _group(Ranks(group, rank, size))
     dx, dy, dscale = backward(
-        x, y, scale, keys, Statistics(*found), given, Kept(None, None), _decode(plan, left_out), lengths, where
+        x, y, scale, keys, Statistics(*found), given, Kept([], []), _decode(plan, left_out), lengths, where
     )
     assert dy is not None
     return dx, dy, dscale.to(scale.dtype)

@@ -8,11 +8,26 @@ second way: looking would make the host wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def without_autocast(fn: Callable[Concatenate[Tensor, _P], _T]) -> Callable[Concatenate[Tensor, _P], _T]:
+    """Matmuls in the dtype that was chosen here, whatever the caller's autocast says of its own."""
+
+    @wraps(fn)
+    def call(x: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with torch.autocast(x.device.type, enabled=False):
+            return fn(x, *args, **kwargs)
+
+    return call
 
 
 class Reach(NamedTuple):
