@@ -74,7 +74,10 @@ class Statistics(NamedTuple):
 
 
 class Walk:
-    """The tiles of one pass, in an order that the next pass can repeat. Logits are `factor` times the dot products."""
+    """The tiles of one pass, in an order that the next pass can repeat. Logits are `factor` times the dot products.
+
+    The columns' features are multiplied by `factor` and not the rows', for each of them is taken up once.
+    """
 
     def __init__(self, x: Tensor, y: Tensor, factor: Tensor, keys: tuple[Tensor, Tensor] | None, plan: Pairs) -> None:
         self.x, self.plan = x, plan
@@ -83,19 +86,23 @@ class Walk:
         self.factor = factor.to(statistics_dtype(x.device))
         self.step = (plan.tile, plan.tile) if plan.tile else default_tile(x.device)
         self.scratch = Scratch(x, self.compute)
+        self.norm = largest_norm(x, self)
 
     def tiles(
         self, y: Tensor, keys: Tensor | None, own: int | None, kept: Iterator[Tensor] | None = None
     ) -> Iterator[tuple[Span, Span, Tensor, Tensor, Tensor | None]]:
-        """Rows, columns, the columns' features, the logits, and which pairs have the same key. What is left out is -inf."""
+        """Rows, columns, the columns' features times `factor`, the logits, and which pairs have the same key.
+
+        What is left out is -inf.
+        """
         left_out = self.plan.left_out
         mine = Span(0, 0) if own is None else Span(own, own + self.own_columns)
         for columns in spans(y.shape[0], self.step[1]):
-            features = y[columns.slice].to(self.compute)
+            features = y[columns.slice].to(self.compute) * self.factor
             for rows in spans(self.x.shape[0], self.step[0]):
                 if kept is None:
                     logits = self.scratch.room("logits", (rows.stop - rows.start, columns.stop - columns.start))
-                    torch.mm(self.x[rows.slice].to(self.compute) * self.factor, features.T, out=logits)
+                    torch.mm(self.x[rows.slice].to(self.compute), features.T, out=logits)
                     exclude(logits, rows, columns, mine, left_out, -torch.inf)
                 else:
                     logits = next(kept)
@@ -104,6 +111,20 @@ class Walk:
                     same = self.keys[rows.slice].unsqueeze(1) == keys[columns.slice]
                     exclude(same, rows, columns, mine, left_out, False)
                 yield rows, columns, features, logits, same
+
+    def columns_like(self, y: Tensor) -> Tensor:
+        """Room for a sum over row tiles, to which the first is not added but written (beta=0)."""
+        return y.new_empty(y.shape, dtype=self.compute) if self.x.shape[0] else y.new_zeros(y.shape, dtype=self.compute)
+
+    def bound(self, y: Tensor) -> float:
+        """On the magnitude of logits, by Cauchy and Schwarz; inf where a look would make the host wait."""
+        return self.norm * largest_norm(y, self) * abs(float(self.factor)) if self.x.device.type == "cpu" else math.inf
+
+
+def largest_norm(x: Tensor, walk: Walk) -> float:
+    if x.device.type != "cpu":
+        return math.inf
+    return max((float(x[part.slice].norm(dim=1).max()) for part in spans(x.shape[0], walk.step[0])), default=0.0)
 
 
 def select(logits: Tensor, entry: Entry, same: Tensor | None) -> Tensor:
@@ -158,11 +179,12 @@ def forward(
     by_row = nothing(x.shape[0])
     for own, (all_y, *all_keys) in columns:
         by_column = nothing(all_y.shape[0])
+        bound, spend = walk.bound(all_y), len(plan.entries) == 1 and not plan.sums and not keep_logits
         for rows, cols, _, logits, same in walk.tiles(all_y, all_keys[0] if all_keys else None, own):
             if keep_logits:
                 kept.append(logits.clone())
             for k, entry in enumerate(plan.entries):
-                row, column = log_sums(select(logits, entry, same), plan.columns, walk.scratch)
+                row, column = log_sums(select(logits, entry, same), plan.columns, walk.scratch, bound * entry.factor, spend)
                 by_row[rows.slice, k] = torch.logaddexp2(by_row[rows.slice, k], row)
                 if column is not None:
                     by_column[cols.slice, k] = torch.logaddexp2(by_column[cols.slice, k], column)
@@ -210,8 +232,9 @@ def backward(
 
     dx = x.new_zeros(x.shape, dtype=walk.compute)
     for own, (all_y, *more) in columns:
-        dy = x.new_zeros(all_y.shape, dtype=walk.compute) if wants_y else None
+        dy = walk.columns_like(all_y) if wants_y else None
         about = more[-1] if plan.columns else None
+        bound, spend = walk.bound(all_y), len(plan.entries) == 1 and logits_kept is None
         for rows, cols, features, logits, same in walk.tiles(all_y, more[0] if keys else None, own, logits_kept):
             slope = None
             for k, entry in enumerate(plan.entries):
@@ -222,6 +245,8 @@ def backward(
                     None if about is None else about[cols.slice, k],
                     None if about is None else about[cols.slice, width + k] * entry.factor,
                     walk.scratch,
+                    bound * entry.factor,
+                    spend,
                 )
                 slope = part if len(plan.entries) == 1 else part.clone() if slope is None else slope.add_(part)
             if plan.sums and same is not None:
@@ -233,13 +258,13 @@ def backward(
             assert slope is not None
             dx[rows.slice].addmm_(slope, features)
             if dy is not None:
-                dy[cols.slice].addmm_(slope.T, x[rows.slice].to(walk.compute))
+                dy[cols.slice].addmm_(slope.T, x[rows.slice].to(walk.compute), beta=min(rows.start, 1))
         if own is not None and plan.diagonal:
             add_diagonal(dx, dy, x, y, grads[2], own, walk)
         if dy is not None:
             columns.add(dy)
-    dscale = scale_gradient(x, dx, walk)
-    dx = dx.mul_(scale).to(x.dtype)
+    dscale = scale_gradient(x, dx, walk) / scale / LOG2E
+    dx = dx.div_(LOG2E).to(x.dtype)
     return dx, columns.total().mul_(scale).to(y.dtype) if wants_y else None, dscale
 
 
@@ -247,7 +272,7 @@ def diagonal(x: Tensor, y: Tensor, walk: Walk) -> Tensor:
     """The dot product of each row with its partner, some rows at a time."""
     wide = walk.factor.dtype
     parts = [
-        (x[rows.slice].to(walk.compute) * y[rows.slice].to(walk.compute)).sum(1, dtype=wide)
+        (x[rows.slice].to(walk.compute) * y[rows.slice].to(walk.compute)).sum(1).to(wide)
         for rows in spans(x.shape[0], walk.step[0])
     ]
     return torch.cat([x.new_empty(0, dtype=wide), *parts])
@@ -257,14 +282,14 @@ def add_diagonal(dx: Tensor, dy: Tensor | None, x: Tensor, y: Tensor, grads: Ten
     """Add what the pairs (i, i) contribute, whose logits have the gradients `grads`."""
     for rows in spans(x.shape[0], walk.step[0]):
         weight = grads[rows.slice].unsqueeze(1).to(walk.compute)
-        dx[rows.slice].addcmul_(weight, y[rows.slice].to(walk.compute))
+        dx[rows.slice].addcmul_(weight * walk.factor, y[rows.slice].to(walk.compute))
         if dy is not None:
             dy[own + rows.start : own + rows.stop].addcmul_(weight, x[rows.slice].to(walk.compute))
 
 
 def scale_gradient(x: Tensor, dx: Tensor, walk: Walk) -> Tensor:
-    """The sum of all logits' gradients times their dot products: that of `x` times its own, which is at hand."""
+    """The sum of all logits' gradients times the logits: `x` times its own gradient, which is at hand."""
     total = x.new_zeros((), dtype=walk.factor.dtype)
     for rows in spans(x.shape[0], walk.step[0]):
-        total += (x[rows.slice].to(walk.compute) * dx[rows.slice]).sum(dtype=total.dtype)
+        total += (x[rows.slice].to(walk.compute) * dx[rows.slice]).sum(1).sum(dtype=total.dtype)
     return total

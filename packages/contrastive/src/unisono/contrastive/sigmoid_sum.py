@@ -153,11 +153,11 @@ def compute(
             columns.add(home)
     if not needed:
         return Sum(total, *(x.new_empty(0) for _ in range(5)))
-    dscale = scale_gradient(x, dx, walk)
+    dscale = scale_gradient(x, dx, walk) / scale
     home = columns.total()
     dweights = x.new_empty(0) if weights is None else ((by_row + home[:, -1]) / 2).to(weights.dtype)
     dy = home[:, : y.shape[1]].mul_(scale).to(y.dtype)
-    return Sum(total, dx.mul_(scale).to(x.dtype), dy, dscale.to(scale.dtype), dbias.to(bias.dtype), dweights)
+    return Sum(total, dx.to(x.dtype), dy, dscale.to(scale.dtype), dbias.to(bias.dtype), dweights)
 
 
 def plain(

@@ -58,8 +58,8 @@ def spans(length: int, step: int) -> Iterator[Span]:
 
 
 def default_tile(device: torch.device) -> tuple[int, int]:
-    """Rows and columns: two megabytes stay in a CPU's cache; GPUs want more work in each call."""
-    return (512, 1024) if device.type == "cpu" else (4096, 4096)
+    """Rows and columns: four megabytes stay in a CPU's cache; GPUs want more work in each call."""
+    return (1024, 1024) if device.type == "cpu" else (4096, 4096)
 
 
 def exclude(tile: Tensor, rows: Span, columns: Span, own: Span, diagonals: tuple[int, ...], value: float | bool) -> None:
@@ -90,16 +90,18 @@ class Scratch:
         return room[:size].view(shape)
 
 
-def log_sums(tile: Tensor, columns: bool, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
-    """log2 of the sums of 2**tile over each row, and over each column if wanted, in the statistics' dtype."""
+def log_sums(tile: Tensor, columns: bool, scratch: Scratch, bound: float, spend: bool) -> tuple[Tensor, Tensor | None]:
+    """log2 of the sums of 2**tile over each row, and over each column if wanted, in the statistics' dtype.
+
+    `bound`: on the magnitude of what is not left out of the tile, or inf if it is not known. `spend`: `tile` may be changed.
+    """
     reach = _REACH[tile.dtype]
     if tile.device.type == "cpu":
-        shift = _shift(tile, reach)
-        powers = _powers(tile, shift, scratch)
+        shift = _shift(tile, reach, bound)
+        powers = _powers(tile, shift, scratch, spend)
         by_row = powers.sum(1)
         by_column = powers.sum(0) if columns else None
-        least = by_row.min() if by_column is None else torch.minimum(by_row.min(), by_column.min())
-        if not least < 2**reach.least:  # NaN goes on as NaN
+        if bound <= reach.lift or not _least(by_row, by_column) < 2**reach.least:  # NaN goes on as NaN
             return _log2(by_row, shift), None if by_column is None else _log2(by_column, shift)
     return _log_sums_along(tile, 1), _log_sums_along(tile, 0) if columns else None
 
@@ -111,23 +113,24 @@ def gradient(
     column_logs: Tensor | None,
     column_grads: Tensor | None,
     scratch: Scratch,
+    bound: float,
+    spend: bool,
 ) -> Tensor:
     """The gradient for `tile` of the log-sum-exps, given those of the whole rows and columns and their gradients.
 
-    The result may lie in `scratch`, until the next call.
+    The result may lie in `scratch`, until the next call, or in the place of `tile`, if that may be spent.
 
     row_grads[i] * 2**(tile[i, j] - row_logs[i]) + column_grads[j] * 2**(tile[i, j] - column_logs[j])
     """
     reach = _REACH[tile.dtype]
     if tile.device.type == "cpu":
-        shift = _shift(tile, reach)
-        near = _near(row_logs, shift, reach) and (column_logs is None or _near(column_logs, shift, reach))
-        if near:
+        shift = _shift(tile, reach, bound)
+        if bound <= reach.lift or (_near(row_logs, shift, reach) and _near(column_logs, shift, reach)):
             weights = _weights(row_logs, row_grads, shift, tile.dtype).unsqueeze(1)
             if column_logs is not None and column_grads is not None:
                 room = scratch.room("weights", (tile.shape[0], tile.shape[1]))
                 weights = torch.add(weights, _weights(column_logs, column_grads, shift, tile.dtype), out=room)
-            return _powers(tile, shift, scratch).mul_(weights)
+            return _powers(tile, shift, scratch, spend).mul_(weights)
     result = _softmax(tile, row_logs, 1).mul_(row_grads.to(tile.dtype).unsqueeze(1))
     if column_logs is not None and column_grads is not None:
         result += _softmax(tile, column_logs, 0).mul_(column_grads.to(tile.dtype))
@@ -139,17 +142,28 @@ def statistics_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _shift(tile: Tensor, reach: Reach) -> float:
+def _shift(tile: Tensor, reach: Reach, bound: float) -> float:
+    if bound <= reach.lift:
+        return 0.0  # nothing can be far from anything: no shift, no look
     top = float(tile.amax())
     return (0.0 if top == -torch.inf else top) - reach.lift
 
 
-def _powers(tile: Tensor, shift: float, scratch: Scratch) -> Tensor:
-    return torch.sub(tile, shift, out=scratch.room("powers", (tile.shape[0], tile.shape[1]))).exp2_()
+def _powers(tile: Tensor, shift: float, scratch: Scratch, spend: bool) -> Tensor:
+    if shift == 0 and spend:
+        return tile.exp2_()
+    room = scratch.room("powers", (tile.shape[0], tile.shape[1]))
+    return torch.sub(tile, shift, out=room).exp2_() if shift else torch.exp2(tile, out=room)
 
 
-def _near(logs: Tensor, shift: float, reach: Reach) -> bool:
+def _least(by_row: Tensor, by_column: Tensor | None) -> float:
+    return min(float(sums.min()) for sums in (by_row, by_column) if sums is not None)
+
+
+def _near(logs: Tensor | None, shift: float, reach: Reach) -> bool:
     """Within reach, infinities aside: a row without a single candidate has none."""
+    if logs is None:
+        return True
     far = (logs - shift).abs_() > reach.apart
     return not bool((far & logs.isfinite()).any())
 
