@@ -26,8 +26,8 @@ LIMIT_ROWS = 4096  # the limit of more rows than these is taken from a matmul of
 
 LIMIT = "the limit: three matmuls"
 CLIP_AUTO = "clip_loss"
-CLIP_GATHER = 'clip_loss, "gather"'
-CLIP_RING = 'clip_loss, "ring"'
+CLIP_GATHER = "clip_loss, gather, logits recomputed"
+CLIP_RING = "clip_loss, ring, logits recomputed"
 SIGMOID = "sigmoid_loss"
 OPEN_CLIP_LOCAL = "open_clip local"
 OPEN_CLIP_GLOBAL = "open_clip global"
@@ -69,8 +69,8 @@ class Contender(NamedTuple):
         return 4e-9 * self.held(rows, rows * WORLD_SIZE)
 
 
-def ours(exchange: Any) -> Callable[[], Callable[[Inputs], Tensor]]:
-    return lambda: lambda i: clip_loss(i.x, i.y, i.scale, exchange=exchange)
+def ours(exchange: Any, logits: Any = "recompute") -> Callable[[], Callable[[Inputs], Tensor]]:
+    return lambda: lambda i: clip_loss(i.x, i.y, i.scale, exchange=exchange, logits=logits)
 
 
 def ours_sigmoid() -> Callable[[Inputs], Tensor]:
@@ -143,7 +143,7 @@ def in_chunks(plain: Any, recompute: bool) -> Any:
 # The first of each family is what the others must agree with and what they are a ratio to.
 CONTENDERS: dict[str, Contender] = {
     OPEN_CLIP_LOCAL: Contender("CLIP", open_clip(local=True), held=lambda b, n: 4 * b * n),
-    CLIP_AUTO: Contender("CLIP", ours("auto"), is_ours=True),
+    CLIP_AUTO: Contender("CLIP", ours("auto", "auto"), is_ours=True),
     CLIP_GATHER: Contender("CLIP", ours("gather"), is_ours=True),
     CLIP_RING: Contender("CLIP", ours("ring"), is_ours=True),
     OPEN_CLIP_GLOBAL: Contender("CLIP", open_clip(local=False), held=lambda b, n: 4 * n * n),

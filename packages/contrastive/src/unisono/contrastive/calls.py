@@ -86,8 +86,9 @@ def shared(value: Tensor | float, group: Group) -> Tensor:
     return average_gradient(value, group=group) if value.requires_grad else value
 
 
-def check_options(function: str, exchange: str, grad_reduce: str, tile: int | None) -> None:
+def check_options(function: str, exchange: str, grad_reduce: str, tile: int | None, logits: str = "auto") -> None:
     one_of(function, "exchange", exchange, ("auto", "gather", "ring"))
+    one_of(function, "logits", logits, ("auto", "keep", "recompute"))
     one_of(function, "grad_reduce", grad_reduce, ("mean", "sum"))
     if tile is not None and (not isinstance(tile, int) or tile < 1):
         raise ValueError(f"{function}: tile={tile!r} must be a positive number of rows and columns, or None")

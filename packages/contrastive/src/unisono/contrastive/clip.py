@@ -15,7 +15,7 @@ from unisono.collectives.checking import describe
 from unisono.collectives.options import one_of
 from unisono.contrastive.blocks import Exchange
 from unisono.contrastive.calls import check_options, settle, shared
-from unisono.contrastive.pairs import Entry, Pairs
+from unisono.contrastive.pairs import Entry, Logits, Pairs
 from unisono.contrastive.statistics import pair_statistics
 
 GradReduce = Literal["mean", "sum"]
@@ -40,6 +40,7 @@ def clip_loss(
     group: Group = None,
     sizes: Sequence[int] | None = None,
     exchange: Exchange = "auto",
+    logits: Logits = "auto",
     grad_reduce: GradReduce = "mean",
     tile: int | None = None,
 ) -> Tensor:
@@ -59,7 +60,9 @@ def clip_loss(
         of all ranks count. With `ids`, `negative_ids` are theirs.
     sizes: every rank's number of rows, if known; otherwise one small exchange tells.
     exchange: "gather" takes all ranks' `y` at once, "ring" one rank's after the other; "auto" decides by memory.
-    tile: rows and columns of logits held at a time.
+    logits: "keep" holds those of this rank's rows for the backward, "recompute" forms them once more, a tile at a time; "auto"
+        keeps up to 128 MiB.
+    tile: rows and columns of logits formed at a time.
 
     Backward: gradients for x, y, scale and weights that are those of the global loss once they are averaged over the
     ranks, as DDP and FSDP do (grad_reduce="mean"), or once they are added ("sum"). The one of `scale` is the same on every
@@ -73,7 +76,7 @@ def clip_loss(
         tensor(9.0796e-05)
     """
     name = "clip_loss"
-    check_options(name, exchange, grad_reduce, tile)
+    check_options(name, exchange, grad_reduce, tile, logits)
     one_of(name, "same_id", same_id, ("positive", "masked"))
     one_of(name, "direction", direction, ("both", "x_to_y"))
     if not 0 <= label_smoothing < 1:
@@ -106,7 +109,7 @@ def clip_loss(
         entries.append(Entry(hardness, where))
     if hardness and shares and not decoupled:
         entries.append(Entry(1.0, "same"))
-    plan = Pairs(tuple(entries), columns=direction == "both", sums=ids is not None, exchange=exchange, tile=tile)
+    plan = Pairs(tuple(entries), columns=direction == "both", sums=ids is not None, exchange=exchange, tile=tile, logits=logits)
     keys = None
     if ids is not None:
         keys = ids, ids if negative_ids is None else torch.cat([ids, negative_ids.to(ids)])

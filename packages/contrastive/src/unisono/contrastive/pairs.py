@@ -30,8 +30,11 @@ from unisono.contrastive.tiles import (
 )
 
 LOG2E = math.log2(math.e)
-# Logits that are kept for the backward instead of formed again: a third less work there.
-KEEP_BYTES = 32 * 2**20
+# Logits that are kept for the backward, unless told otherwise, instead of formed again: a quarter less work in all.
+KEEP_BYTES = 128 * 2**20
+
+
+Logits = Literal["auto", "keep", "recompute"]
 
 
 class Entry(NamedTuple):
@@ -56,6 +59,10 @@ class Pairs:
     diagonal: bool = True
     exchange: Exchange = "auto"
     tile: int | None = None
+    logits: Logits = "auto"  # for the backward
+
+    def keeps(self, logits: int, itemsize: int) -> bool:
+        return self.logits == "keep" or (self.logits == "auto" and logits * itemsize <= KEEP_BYTES)
 
     @property
     def keyed(self) -> bool:
@@ -89,11 +96,16 @@ class Walk:
         self.norm = largest_norm(x, self)
 
     def tiles(
-        self, y: Tensor, keys: Tensor | None, own: int | None, kept: Iterator[Tensor] | None = None
+        self,
+        y: Tensor,
+        keys: Tensor | None,
+        own: int | None,
+        keep: list[Tensor] | None = None,
+        kept: Iterator[Tensor] | None = None,
     ) -> Iterator[tuple[Span, Span, Tensor, Tensor, Tensor | None]]:
         """Rows, columns, the columns' features times `factor`, the logits, and which pairs have the same key.
 
-        What is left out is -inf.
+        What is left out is -inf. `keep` collects the logits, which otherwise are overwritten; `kept`: those of an earlier pass.
         """
         left_out = self.plan.left_out
         mine = Span(0, 0) if own is None else Span(own, own + self.own_columns)
@@ -101,11 +113,14 @@ class Walk:
             features = y[columns.slice].to(self.compute) * self.factor
             for rows in spans(self.x.shape[0], self.step[0]):
                 if kept is None:
-                    logits = self.scratch.room("logits", (rows.stop - rows.start, columns.stop - columns.start))
+                    shape = (rows.stop - rows.start, columns.stop - columns.start)
+                    logits = self.scratch.room("logits", shape) if keep is None else features.new_empty(shape)
                     torch.mm(self.x[rows.slice].to(self.compute), features.T, out=logits)
                     exclude(logits, rows, columns, mine, left_out, -torch.inf)
                 else:
                     logits = next(kept)
+                if keep is not None:
+                    keep.append(logits)
                 same = None
                 if self.plan.keyed and self.keys is not None and keys is not None:
                     same = self.keys[rows.slice].unsqueeze(1) == keys[columns.slice]
@@ -168,8 +183,8 @@ def forward(
     walk = Walk(x, y, scale * LOG2E, keys, plan)
     exchange = choose(plan.exchange, sizes, y.shape[1], walk.compute.itemsize)
     columns = bring([y, *keys[1:]] if keys else [y], exchange, sizes, group)
-    keep_logits = keep and x.shape[0] * sum(sizes) * walk.compute.itemsize <= KEEP_BYTES
-    kept: list[Tensor] = []
+    keep_logits = keep and plan.keeps(x.shape[0] * sum(sizes), walk.compute.itemsize)
+    kept: list[Tensor] | None = [] if keep_logits else None
 
     def nothing(count: int) -> Tensor:
         result = x.new_full((count, width), -torch.inf, dtype=wide)
@@ -180,9 +195,7 @@ def forward(
     for own, (all_y, *all_keys) in columns:
         by_column = nothing(all_y.shape[0])
         bound, spend = walk.bound(all_y), len(plan.entries) == 1 and not plan.sums and not keep_logits
-        for rows, cols, _, logits, same in walk.tiles(all_y, all_keys[0] if all_keys else None, own):
-            if keep_logits:
-                kept.append(logits.clone())
+        for rows, cols, _, logits, same in walk.tiles(all_y, all_keys[0] if all_keys else None, own, keep=kept):
             for k, entry in enumerate(plan.entries):
                 row, column = log_sums(select(logits, entry, same), plan.columns, walk.scratch, bound * entry.factor, spend)
                 by_row[rows.slice, k] = torch.logaddexp2(by_row[rows.slice, k], row)
@@ -202,7 +215,7 @@ def forward(
     home[:, : entries + plan.sums] /= LOG2E
     own_logits = diagonal(x, y, walk) * (walk.factor / LOG2E) if plan.diagonal else by_row.new_empty(0)
     result = Statistics(by_row.T.contiguous(), home.T.contiguous(), own_logits)
-    return result, Kept(columns.tensors if keep and isinstance(columns, Gathered) else [], kept)
+    return result, Kept(columns.tensors if keep and isinstance(columns, Gathered) else [], kept or [])
 
 
 @without_autocast
@@ -235,7 +248,7 @@ def backward(
         dy = walk.columns_like(all_y) if wants_y else None
         about = more[-1] if plan.columns else None
         bound, spend = walk.bound(all_y), len(plan.entries) == 1 and logits_kept is None
-        for rows, cols, features, logits, same in walk.tiles(all_y, more[0] if keys else None, own, logits_kept):
+        for rows, cols, features, logits, same in walk.tiles(all_y, more[0] if keys else None, own, kept=logits_kept):
             slope = None
             for k, entry in enumerate(plan.entries):
                 part = gradient(

@@ -13,7 +13,7 @@ from unisono.collectives import Group, global_mean
 from unisono.contrastive.blocks import Exchange
 from unisono.contrastive.calls import check_options, settle, shared
 from unisono.contrastive.clip import GradReduce
-from unisono.contrastive.pairs import Pairs
+from unisono.contrastive.pairs import Logits, Pairs
 from unisono.contrastive.statistics import pair_statistics
 
 NAMES = ("temperature", "labels")
@@ -28,6 +28,7 @@ def ntxent_loss(
     sizes: Sequence[int] | None = None,
     weights: Tensor | None = None,
     exchange: Exchange = "auto",
+    logits: Logits = "auto",
     grad_reduce: GradReduce = "mean",
     tile: int | None = None,
 ) -> Tensor:
@@ -46,7 +47,7 @@ def ntxent_loss(
         tensor(0.0002)
     """
     name = "ntxent_loss"
-    check_options(name, exchange, grad_reduce, tile)
+    check_options(name, exchange, grad_reduce, tile, logits)
     options = f"exchange={exchange}, tile={tile}, grad_reduce={grad_reduce}"
     call = settle(name, z0, z1, scale=temperature, weights=weights, sizes=sizes, group=group, same=options, names=NAMES)
     scale = 1 / shared(temperature, group)
@@ -54,7 +55,7 @@ def ntxent_loss(
     # is half a batch off it.
     samples = call.x.shape[0]
     anchors, candidates = torch.cat([call.x, call.y]), torch.cat([call.y, call.x])
-    plan = Pairs(left_out=(0, samples, -samples), columns=False, exchange=exchange, tile=tile)
+    plan = Pairs(left_out=(0, samples, -samples), columns=False, exchange=exchange, tile=tile, logits=logits)
     doubled = None if call.sizes is None else tuple(2 * size for size in call.sizes)
     found = pair_statistics(anchors, candidates, scale, None, plan, doubled, group)
     losses = rearrange(softplus(found.rows[0] - found.diagonal, threshold=50), "(view n) -> n view", view=2)
@@ -71,6 +72,7 @@ def supcon_loss(
     sizes: Sequence[int] | None = None,
     weights: Tensor | None = None,
     exchange: Exchange = "auto",
+    logits: Logits = "auto",
     grad_reduce: GradReduce = "mean",
     tile: int | None = None,
 ) -> Tensor:
@@ -90,7 +92,7 @@ def supcon_loss(
         tensor(0.2395)
     """
     name = "supcon_loss"
-    check_options(name, exchange, grad_reduce, tile)
+    check_options(name, exchange, grad_reduce, tile, logits)
     views = 1
     if isinstance(z, Tensor) and z.ndim == 3:
         views = z.shape[1]
@@ -103,7 +105,7 @@ def supcon_loss(
         name, z, z, scale=temperature, ids=labels, weights=weights, sizes=sizes, group=group, same=options, names=NAMES
     )
     keys = None if call.ids is None else (call.ids, call.ids)
-    plan = Pairs(columns=False, sums=True, diagonal=False, exchange=exchange, tile=tile)
+    plan = Pairs(columns=False, sums=True, diagonal=False, exchange=exchange, tile=tile, logits=logits)
     found = pair_statistics(call.x, call.y, 1 / shared(temperature, group), keys, plan, call.sizes, group)
     everyone, positives, number = found.rows[0], found.rows[1], found.rows[2].detach()
     losses = torch.where(number > 0, everyone - positives / number.clamp(min=1), 0.0)
