@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.contrastive import plain_formulas
 from tests.contrastive.whole_batch import SPLITS, close
-from unisono.contrastive import ClipLoss, SigmoidLoss, clip_loss
+from unisono.contrastive import ClipLoss, SigmoidLoss, clip_loss, sigmoid_loss
 
 
 class TwoTowers(nn.Module):
@@ -96,14 +96,16 @@ def test_training_matches_one_process(ranks, loss, wrapper, inside):
 
 
 def frozen_tower(exchange):
-    """Locked-image tuning: one side needs no gradient, on all ranks or on some."""
-    for frozen in (["x"], ["y"], ["y"] if dist.get_rank() else []):
+    """Locked-image tuning: one side needs no gradient, on all ranks or on some; or a rank has none at all."""
+    for frozen in (["x"], ["y"], ["y"] if dist.get_rank() else [], ["x", "y"] if dist.get_rank() == 1 else []):
         generator = torch.Generator().manual_seed(dist.get_rank())
         given = {name: torch.randn(3, 4, generator=generator, dtype=torch.float64) for name in ("x", "y")}
         tensors = {name: t.requires_grad_(name not in frozen) for name, t in given.items()}
         clip_loss(tensors["x"], tensors["y"], 3.0, exchange=exchange).backward()
+        sigmoid_loss(tensors["x"], tensors["y"], 3.0, 0.0, exchange=exchange).backward()
         full = {name: copy.deepcopy(t.detach()).requires_grad_() for name, t in given.items()}
         clip_loss(full["x"], full["y"], 3.0, exchange=exchange).backward()
+        sigmoid_loss(full["x"], full["y"], 3.0, 0.0, exchange=exchange).backward()
         for name, t in tensors.items():
             assert (t.grad is None) == (name in frozen)
             if t.grad is not None:

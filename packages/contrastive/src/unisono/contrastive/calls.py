@@ -19,8 +19,8 @@ from unisono.contrastive.tiles import statistics_dtype
 class Call(NamedTuple):
     """Arguments that have passed, in the form that the tiles want."""
 
-    x: Tensor
-    y: Tensor  # in the graph if that of any rank is
+    x: Tensor  # in the graph if that of any rank is: all ranks have to run the backward
+    y: Tensor  # likewise
     ids: Tensor | None  # as int64: what travels must be of one dtype on all ranks
     sizes: tuple[int, ...] | None  # every rank's columns; None where they will be asked for inside a compiled graph
     paired: bool  # y has the partners of x and nothing more
@@ -60,7 +60,7 @@ def settle(
         problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} rows, but x has shape {tuple(x.shape)}"
     if not problem and checking():
         problem = _value_complaint({"x": x, "y": y, "weights": weights})
-        same += f", scale={float(scale)!r}"
+        same += f", scale={float(scale.detach() if isinstance(scale, Tensor) else scale)!r}"
     if problem:
         columns = x if isinstance(x, Tensor) else torch.empty(0)
     else:
@@ -72,7 +72,9 @@ def settle(
         lengths = None if sizes is None or more is not None else tuple(sizes)
         return Call(x, columns, ids, lengths, more is None)
     if sizes is None or more is not None or checking():
-        table = exchange(function, columns, 0, ranks, same=same, problem=problem)
+        wants = not problem and x.requires_grad and torch.is_grad_enabled()
+        table = exchange(function, columns, 0, ranks, extra=[int(wants)], same=same, problem=problem)
+        x = join_graph(x, [[0, wanted] for _, _, wanted in table])
         return Call(x, join_graph(columns, table), ids, lengths_of(table), more is None)
     refuse(function, problem, ranks)
     return Call(x, columns, ids, tuple(sizes), more is None)

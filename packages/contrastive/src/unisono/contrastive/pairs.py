@@ -86,12 +86,14 @@ class Walk:
     The columns' features are multiplied by `factor` and not the rows', for each of them is taken up once.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, factor: Tensor, keys: tuple[Tensor, Tensor] | None, plan: Pairs) -> None:
+    def __init__(
+        self, x: Tensor, y: Tensor, factor: Tensor, keys: tuple[Tensor, Tensor] | None, plan: Pairs, at_once: int = 1
+    ) -> None:
         self.x, self.plan = x, plan
         self.keys, self.own_columns = keys[0] if keys else None, y.shape[0]
         self.compute = torch.promote_types(x.dtype, torch.float32)  # 16-bit features, 32-bit logits
         self.factor = factor.to(statistics_dtype(x.device))
-        self.step = (plan.tile, plan.tile) if plan.tile else default_tile(x.device)
+        self.step = (plan.tile, plan.tile) if plan.tile else default_tile(x.device, at_once)
         self.scratch = Scratch(x, self.compute)
         self.norm = largest_norm(x, self)
 

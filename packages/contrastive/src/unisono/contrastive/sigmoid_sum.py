@@ -98,7 +98,7 @@ def compute(
     needed: bool,
 ) -> Sum:
     wide, extra = statistics_dtype(x.device), 0 if weights is None else 1
-    walk = Walk(x, y, scale, None if ids is None else (ids, ids), plan)
+    walk = Walk(x, y, scale, None if ids is None else (ids, ids), plan, at_once=2)
     minus_bias = -bias.to(wide)
     columns = bring(
         [y, *(() if weights is None else (weights.to(wide),)), *(() if ids is None else (ids,))],

@@ -57,9 +57,9 @@ def spans(length: int, step: int) -> Iterator[Span]:
         yield Span(start, min(start + step, length))
 
 
-def default_tile(device: torch.device) -> tuple[int, int]:
-    """Rows and columns: four megabytes stay in a CPU's cache; GPUs want more work in each call."""
-    return (1024, 1024) if device.type == "cpu" else (4096, 4096)
+def default_tile(device: torch.device, at_once: int = 1) -> tuple[int, int]:
+    """Rows and columns: four megabytes stay in a CPU's cache, for tiles that are needed `at_once`; GPUs want more in each call."""
+    return (1024 // at_once, 1024) if device.type == "cpu" else (4096 // at_once, 4096)
 
 
 def exclude(tile: Tensor, rows: Span, columns: Span, own: Span, diagonals: tuple[int, ...], value: float | bool) -> None:
