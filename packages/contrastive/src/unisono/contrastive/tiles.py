@@ -58,7 +58,7 @@ def spans(length: int, step: int) -> Iterator[Span]:
 
 
 def default_tile(device: torch.device, at_once: int = 1) -> tuple[int, int]:
-    """Rows and columns, for tiles of which some are needed `at_once`: four megabytes stay in a CPU's cache; GPUs want more work."""
+    """Rows and columns, for tiles that are needed some `at_once`: four megabytes stay in a CPU's cache, GPUs want more."""
     return (1024 // at_once, 1024) if device.type == "cpu" else (4096 // at_once, 4096)
 
 
