@@ -221,15 +221,10 @@ def _(
     scale: Tensor,
     bias: Tensor,
     weights: Tensor | None,
-    ids: Tensor | None,
+    ids: object,
     masked: bool,
     needed: bool,
-    exchanged: str,
-    tile: int,
-    sizes: Sequence[int],
-    group: str,
-    rank: int,
-    size: int,
+    *_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     total = x.new_empty((), dtype=torch.float64)
     if not needed:

@@ -93,17 +93,7 @@ def _op(
 
 @_op.register_fake
 def _(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    row_keys: Tensor | None,
-    column_keys: Tensor | None,
-    plan: str,
-    left_out: Sequence[int],
-    sizes: Sequence[int],
-    group: str,
-    rank: int,
-    size: int,
+    x: Tensor, y: Tensor, scale: Tensor, row_keys: object, column_keys: object, plan: str, left_out: Sequence[int], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pairs, b, m = _decode(plan, left_out), x.shape[0], y.shape[0]
 
@@ -111,7 +101,7 @@ def _(
         return x.new_empty(shape, dtype=torch.float64)
 
     columns, diagonal = empty(pairs.width, m if pairs.columns else 0), empty(b if pairs.diagonal else 0)
-    return empty(pairs.width, b), columns, diagonal, torch.empty(size, dtype=torch.int64, device="cpu")
+    return empty(pairs.width, b), columns, diagonal, torch.empty(rest[-1], dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("unisono_contrastive::pair_statistics_backward", mutates_args=())
@@ -140,21 +130,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    row_keys: Tensor | None,
-    column_keys: Tensor | None,
-    found: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    sizes: Tensor,
-    plan: str,
-    left_out: Sequence[int],
-    group: str,
-    rank: int,
-    size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, y: Tensor, scale: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(y), torch.empty_like(scale)
 
 
