@@ -19,7 +19,7 @@ from unisono.contrastive.blocks import Circling
 from unisono.contrastive.pairs import Kept, Pairs, backward, forward
 from unisono.contrastive.sigmoid_sum import compute
 
-pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
+on_fake_cuda = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
 RANK, WIDTH = 17, 512
 
 
@@ -59,6 +59,7 @@ def features(rows: int) -> torch.Tensor:
     return torch.empty(rows, WIDTH, device="cuda")
 
 
+@on_fake_cuda
 @pytest.mark.parametrize("fake_world", [24], indirect=True)
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 def test_no_loss_waits_for_the_device(fake_world, exchange):
@@ -77,6 +78,7 @@ def test_no_loss_waits_for_the_device(fake_world, exchange):
     assert all(loss.device.type == "cuda" and loss.shape == () for loss in results)
 
 
+@on_fake_cuda
 @pytest.mark.parametrize("fake_world", [24], indirect=True)
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 def test_no_backward_waits_for_the_device(fake_world, exchange):
@@ -99,6 +101,7 @@ def first_blocks(self):
 WHOLE_RING = Circling.__iter__
 
 
+@on_fake_cuda
 @pytest.mark.parametrize("fake_world", [4096], indirect=True)
 def test_the_ring_of_4096_ranks_needs_little_memory(fake_world):
     rows = 1024
@@ -112,3 +115,16 @@ def test_the_ring_of_4096_ranks_needs_little_memory(fake_world):
     assert live.most < 0.1 * 2**30, f"{live.most / 2**20:.0f} MiB"
     block = rows * WIDTH * 4
     assert 5 * 31 * block < traffic.sent < 5.2 * 33 * block, "y three times, its gradient twice"
+
+
+def peak_bytes(rows: int) -> int:
+    x, y = (torch.randn(rows, 16, requires_grad=True) for _ in "xy")
+    with LiveBytes() as live:
+        loss = clip_loss(x, y, 10.0, logits="recompute", tile=128) + sigmoid_loss(x, y, 10.0, -5.0, tile=128)
+        loss.backward()
+    return live.most
+
+
+def test_memory_grows_with_the_rows_and_not_with_their_square():
+    small, large = peak_bytes(512), peak_bytes(2048)
+    assert large < 4.2 * small and large < 2048 * 2048 * 4 / 8

@@ -1,0 +1,73 @@
+"""What the modules own: initial values, bounds, names, and that they hand everything on."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from unisono.contrastive import ClipLoss, NTXentLoss, SigmoidLoss, SupConLoss, clip_loss, ntxent_loss, sigmoid_loss, supcon_loss
+
+X = torch.nn.functional.normalize(torch.arange(1.0, 13).reshape(4, 3).sin(), dim=1)
+Y = torch.nn.functional.normalize(torch.arange(1.0, 13).reshape(4, 3).cos(), dim=1)
+IDS = torch.tensor([0, 1, 1, 2])
+
+
+def test_initial_values_are_those_of_clip_and_siglip():
+    assert ClipLoss().scale.item() == pytest.approx(1 / 0.07)
+    sigmoid = SigmoidLoss()
+    assert (sigmoid.scale.item(), sigmoid.bias.item()) == pytest.approx((10, -10))
+    assert dict(ClipLoss().state_dict()).keys() == {"log_scale"} and sigmoid.state_dict().keys() == {"log_scale", "bias"}
+    assert list(NTXentLoss().parameters()) == [] and len(list(SupConLoss(learned=True).parameters())) == 1
+
+
+def test_modules_call_their_functions():
+    options = {"same_id": "masked", "label_smoothing": 0.1}
+    assert torch.equal(ClipLoss(**options)(X, Y, ids=IDS), clip_loss(X, Y, ClipLoss().scale, ids=IDS, **options))
+    sigmoid = SigmoidLoss(same_id="masked")
+    assert torch.equal(sigmoid(X, Y, ids=IDS), sigmoid_loss(X, Y, sigmoid.scale, sigmoid.bias, ids=IDS, same_id="masked"))
+    assert torch.equal(NTXentLoss(temperature=0.2)(X, Y), ntxent_loss(X, Y, 0.2))
+    torch.testing.assert_close(SupConLoss(temperature=0.2, learned=True)(X, IDS), supcon_loss(X, IDS, 0.2))
+
+
+@pytest.mark.parametrize("make", [ClipLoss, lambda: SupConLoss(learned=True)])
+def test_the_scale_stays_below_its_bound_and_can_come_back(make):
+    module = make()
+    with torch.no_grad():
+        module.log_scale.fill_(9.0)
+    module(X, Y if isinstance(module, ClipLoss) else IDS).backward()
+    assert module.log_scale.item() == pytest.approx(math.log(100))
+    assert module.log_scale.grad.item() != 0, "a scale at its bound still has a gradient"
+
+
+def test_copies_and_state():
+    module = ClipLoss(decoupled=True)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        module.log_scale.add_(0.5)
+    twin.load_state_dict(module.state_dict())
+    assert torch.equal(twin(X, Y), module(X, Y))
+    assert "decoupled=True" in repr(module) and "max_scale=100.0" in repr(module)
+
+
+def test_views_of_a_sample_share_its_label():
+    views = torch.stack([X, Y], 1)
+    expected = supcon_loss(torch.cat([X, Y]), IDS.repeat(2), 0.3, weights=torch.arange(1.0, 5).repeat(2))
+    torch.testing.assert_close(supcon_loss(views, IDS, 0.3, weights=torch.arange(1.0, 5)), expected)
+
+
+@pytest.mark.parametrize("logits", ["keep", "recompute"])
+def test_logits_kept_or_not_are_the_same(logits):
+    x = X.clone().requires_grad_()
+    for options in ({}, {"ids": IDS}, {"hardness": 0.5}):
+        expected = torch.autograd.grad(clip_loss(x, Y, 20.0, **options), x)[0]
+        found = torch.autograd.grad(clip_loss(x, Y, 20.0, logits=logits, **options), x)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_what_was_kept_goes_with_the_backward():
+    x = X.clone().requires_grad_()
+    loss = clip_loss(x, Y, 20.0, logits="keep")
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
