@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.collectives.one_process import SKEWED, group_named
-from unisono.collectives import Ring, all_reduce, average_gradient, count_bytes
+from unisono.collectives import Ring, all_reduce, average_gradient, count_bytes, global_mean
 from unisono.collectives.groups import resolve
 from unisono.collectives.testing import gradcheck, gradgradcheck
 
@@ -108,3 +108,27 @@ def averages_second():
 
 def test_average_gradient_has_second_derivatives(ranks):
     ranks(averages_second, world_size=2)
+
+
+def infinite():
+    x = torch.tensor([torch.inf])
+    assert global_mean(x, grad_reduce="sum") == torch.inf
+
+
+def test_a_mean_of_infinity_is_infinity(ranks):
+    ranks(infinite, world_size=2)
+
+
+def empty_neighbours():
+    sizes = (2, 0, 0, 3)
+    for _ in range(3):
+        x = torch.full((sizes[dist.get_rank()], 1), float(dist.get_rank()))
+        ring = Ring([x], sizes=sizes)
+        for owner, (block,) in ring:
+            assert len(block) == sizes[owner]
+            ring.add(block + 1)
+        assert torch.equal(ring.total(), (x + 1) * 4)
+
+
+def test_ranks_without_anything_to_send_stay_in_turn(ranks):
+    ranks(empty_neighbours, world_size=4)

@@ -33,6 +33,21 @@ def test_compiled_losses_match_eager(ranks):
     ranks(compiled_losses_match_eager, "aot_eager", names, world_size=2, timeout=240)
 
 
+def test_gradients_have_the_strides_that_inductor_was_promised():
+    torch._dynamo.reset()
+    a, y, w = (torch.randn(*shape, dtype=torch.float64).requires_grad_() for shape in ((6, 8), (8, 6), (8,)))
+
+    def step(a, y, w):
+        x = (a * 2).T
+        weights = w.square()
+        return contrastive.sigmoid_loss(x, y * 3, 2.0, -1.0, weights=weights) + contrastive.clip_loss(x, y * 3, 2.0)
+
+    expected = torch.autograd.grad(step(a, y, w), [a, y, w])
+    found = torch.autograd.grad(torch.compile(step, fullgraph=True)(a, y, w), [a, y, w])
+    for grad, truth in zip(found, expected, strict=True):
+        close(grad, truth, 1e-11, "gradient")
+
+
 def compiled_step(backend):
     torch._dynamo.reset()
     rank = dist.get_rank()

@@ -34,6 +34,15 @@ BAD = {
     "weights": (lambda: clip_loss(X, X, 2.0, weights=torch.ones(2)), "weights: expected 3 floating point numbers"),
     "negatives": (lambda: clip_loss(X, X, 2.0, negatives=torch.ones(2, 3)), "negatives: expected features of shape (rows, 4)"),
     "negative ids": (lambda: clip_loss(X, X, 2.0, ids=IDS, negatives=X), "ids and negative_ids go together"),
+    "negative ids type": (
+        lambda: clip_loss(X, X, 2.0, ids=IDS, negatives=X, negative_ids=[1, 2, 3]),
+        "negative_ids: expected 3",
+    ),
+    "exchange": (lambda: clip_loss(X, X, 2.0, exchange="star"), "exchange='star' is not one of"),
+    "smoothing": (lambda: clip_loss(X, X, 2.0, label_smoothing=1.5), "label_smoothing=1.5 must be in [0, 1)"),
+    "bias": (lambda: sigmoid_loss(X, X, 2.0, torch.ones(2)), "bias: expected one number, got float32[2]"),
+    "labels": (lambda: supcon_loss(X[:, None], [1, 2, 3], 0.1), "labels: expected 3 integers, one for each row, got list"),
+    "learned scale": (lambda: clip_loss(X, X, torch.ones((), requires_grad=True)), "a gradient for scale: True"),
     "other loss": (lambda: sigmoid_loss(X, X, 2.0, 0.0), "All ranks must make the same call"),
     "other option": (lambda: clip_loss(X, X, 2.0, label_smoothing=0.5), "label_smoothing=0.5"),
     "other ids": (lambda: clip_loss(X, X, 2.0, ids=IDS), "ids=True"),
@@ -44,7 +53,7 @@ def one_rank_is_wrong(name):
     call, text = BAD[name]
     with pytest.raises(MismatchError) as caught:
         call() if dist.get_rank() == 1 else clip_loss(X, X, 2.0)
-    assert text in str(caught.value) and "rank 1" in str(caught.value)
+    assert text in str(caught.value) and "rank 1" in str(caught.value), str(caught.value)
     assert clip_loss(X, X, 2.0) > 0, "the next call works"
     return str(caught.value)
 
@@ -126,6 +135,7 @@ def test_sizes_given(ranks):
         (lambda: ClipLoss(init_scale=200.0), "ClipLoss: the initial scale 200.0 must be positive and at most 100.0"),
         (lambda: SigmoidLoss(init_scale=0.0), "SigmoidLoss: the initial scale 0.0"),
         (lambda: SupConLoss(temperature=-1.0), "SupConLoss: temperature=-1.0"),
+        (lambda: ClipLoss(smoothing=0.1), "ClipLoss: smoothing is not an option of clip_loss"),
     ],
 )
 def test_bad_arguments(call, text):

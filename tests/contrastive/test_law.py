@@ -44,3 +44,14 @@ def test_without_a_process_group(case):
     expected_grads = gradients(expected, batch)
     for name, grad in gradients(loss, batch).items():
         torch.testing.assert_close(grad, expected_grads[name], rtol=1e-10, atol=1e-13)
+
+
+def with_empty_neighbours(sizes):
+    for case in ("clip", "clip_everything", "sigmoid_weights", "ntxent", "supcon"):
+        for exchange in ("gather", "ring"):
+            matches_one_process(case, {"exchange": exchange}, sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", [(0, 6, 1, 0), (4, 0, 0), (0, 0, 0, 5), (3, 0, 0, 4)], ids=str)
+def test_empty_neighbours_match_one_process(ranks, sizes):
+    ranks(with_empty_neighbours, sizes, world_size=len(sizes))

@@ -1,10 +1,10 @@
 """What the modules own: initial values, bounds, names, and that they hand everything on."""
 
 import copy
-import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from unisono.contrastive import ClipLoss, NTXentLoss, SigmoidLoss, SupConLoss, clip_loss, ntxent_loss, sigmoid_loss, supcon_loss
 
@@ -30,14 +30,17 @@ def test_modules_call_their_functions():
     torch.testing.assert_close(SupConLoss(temperature=0.2, learned=True)(X, IDS), supcon_loss(X, IDS, 0.2))
 
 
-@pytest.mark.parametrize("make", [ClipLoss, lambda: SupConLoss(learned=True)])
+@pytest.mark.parametrize("make", [ClipLoss, lambda: SigmoidLoss(max_scale=100.0)])
 def test_the_scale_stays_below_its_bound_and_can_come_back(make):
     module = make()
     with torch.no_grad():
         module.log_scale.fill_(9.0)
-    module(X, Y if isinstance(module, ClipLoss) else IDS).backward()
-    assert module.log_scale.item() == pytest.approx(math.log(100))
-    assert module.log_scale.grad.item() != 0, "a scale at its bound still has a gradient"
+    assert module.scale.item() == pytest.approx(100)
+    module.scale.sum().backward()
+    assert module.log_scale.grad.item() == pytest.approx(100), "what leads back comes through"
+    module.log_scale.grad = None
+    (-module.scale).sum().backward()
+    assert module.log_scale.grad.item() == 0, "what leads further out does not"
 
 
 def test_copies_and_state():
@@ -48,6 +51,17 @@ def test_copies_and_state():
     twin.load_state_dict(module.state_dict())
     assert torch.equal(twin(X, Y), module(X, Y))
     assert "decoupled=True" in repr(module) and "max_scale=100.0" in repr(module)
+    assert "learned=True" in repr(SupConLoss(learned=True, tile=64).to("meta"))
+
+
+def with_a_group():
+    module = ClipLoss(group=dist.group.WORLD)
+    twin = copy.deepcopy(module)
+    assert twin.options["group"] is module.options["group"] and twin.log_scale is not module.log_scale
+
+
+def test_copies_keep_the_group(ranks):
+    ranks(with_a_group, world_size=2)
 
 
 def test_views_of_a_sample_share_its_label():

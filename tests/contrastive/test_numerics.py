@@ -165,3 +165,34 @@ def bits_are_the_same_on_every_rank():
 def test_value_and_shared_gradients_are_the_same_bits_on_every_rank(ranks):
     first, *others = ranks(bits_are_the_same_on_every_rank, world_size=4)
     assert all(other == first for other in others)
+
+
+def test_a_loss_scaled_up_has_no_nan():
+    """GradScaler's factor on logits 110 apart: weights of a tile overflow float32, so the tile goes the other way."""
+    x = torch.tensor([[110.0, 0.0], [110.0, 0.0], [0.0, 0.001]], requires_grad=True)
+    y = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    plain = torch.autograd.grad(clip_loss(x, y, 1.0, direction="x_to_y"), x)[0]
+    for factor in (2.0**16, 2.0**24):
+        scaled = torch.autograd.grad(clip_loss(x, y, 1.0, direction="x_to_y") * factor, x)[0]
+        torch.testing.assert_close(scaled / factor, plain, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_scale_is_rounded_no_further(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(6, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in "xy")
+    scale = torch.tensor(14.3, dtype=dtype)
+    for function in (lambda s: clip_loss(x, y, s), lambda s: sigmoid_loss(x, y, s, -1.0), lambda s: ntxent_loss(x, y, s)):
+        found, expected = function(scale), function(float(scale))
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+        for a, b in zip(torch.autograd.grad(found, [x, y]), torch.autograd.grad(expected, [x, y]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
+
+
+def test_16_bit_gradients_are_rounded_after_the_factor():
+    """Small gradients of a loss that GradScaler makes large: not lost on the way."""
+    x = torch.eye(64, dtype=torch.float16).requires_grad_()
+    grad = torch.autograd.grad(sigmoid_loss(x, x.detach(), 40.0, -20.0) * 2.0**16, x)[0]
+    wide = torch.eye(64, dtype=torch.float64).requires_grad_()
+    truth = torch.autograd.grad(sigmoid_loss(wide, wide.detach(), 40.0, -20.0) * 2.0**16, wide)[0]
+    torch.testing.assert_close(grad.double(), truth, rtol=1e-3, atol=1e-8)

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from unisono.collectives import count_bytes
 from unisono.contrastive import clip_loss, ntxent_loss, sigmoid_loss, supcon_loss
 from unisono.contrastive.blocks import Circling
-from unisono.contrastive.pairs import Kept, Pairs, backward, forward
+from unisono.contrastive.pairs import Kept, backward, forward
 from unisono.contrastive.sigmoid_sum import compute
+from unisono.contrastive.walk import Pairs
 
 on_fake_cuda = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
 RANK, WIDTH = 17, 512

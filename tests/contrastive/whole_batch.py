@@ -121,13 +121,14 @@ def matches_one_process(
     group_name: str = "world",
     tolerance: float = 1e-12,
     scale: float = 4.0,
+    sizes: tuple[int, ...] | None = None,
 ) -> None:
     """Runs on every rank: value and gradients are those of one process with the whole batch."""
     case = CASES[case_name]
     group, members = group_named(group_name)
     if not members:
         return
-    sizes, rank = SPLITS[len(members)], resolve(group).rank
+    sizes, rank = sizes or SPLITS[len(members)], resolve(group).rank
     assert members[rank] == dist.get_rank()
     batch = differentiable(whole(sum(sizes), scale))
     expected = case(batch, case.reference)

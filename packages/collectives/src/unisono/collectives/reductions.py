@@ -176,7 +176,8 @@ def _divide_gradient(x: Tensor, number: int) -> Tensor:
     if number == 1:
         return x
     share = x / number
-    return x.detach() + (share - share.detach())  # the value of x to the bit
+    divided = x.detach() + (share - share.detach())  # the value of x to the bit
+    return torch.where(x.isfinite(), divided, x)  # but for infinities, which have no difference
 
 
 def check_op(function: str, op: str, x: Tensor) -> None:

@@ -122,15 +122,15 @@ def start_hop(leaving: Sequence[Tensor], arriving: Sequence[Tensor], pg: Process
     Both are contiguous, belong to the wire until every returned work has been waited for, and stay referenced by it.
     """
     target, source = (pg.rank() + 1) % pg.size(), (pg.rank() - 1) % pg.size()
-    sends, receives = [x for x in leaving if x.numel()], [x for x in arriving if x.numel()]
-    if not sends and not receives:
-        return []
-    if backend_for((sends or receives)[0].device, pg) == "gloo":
-        tag = next(_turns.setdefault(pg, cycle(_TAGS)))
+    if backend_for((*leaving, *arriving)[0].device, pg) == "gloo":
+        tag = next(_turns.setdefault(pg, cycle(_TAGS)))  # also where nothing is sent: all ranks must keep in turn
         return [
             *(pg.send([x], target, tag + _STRIDE * k) for k, x in enumerate(leaving) if x.numel()),
             *(pg.recv([x], source, tag + _STRIDE * k) for k, x in enumerate(arriving) if x.numel()),
         ]
+    sends, receives = [x for x in leaving if x.numel()], [x for x in arriving if x.numel()]
+    if not sends and not receives:
+        return []
     # one batch: of sends and receives issued apart, NCCL would run the first and wait for its partner's second
     ops = [dist.P2POp(dist.isend, as_bytes(x), group=pg, group_peer=target) for x in sends]
     ops += [dist.P2POp(dist.irecv, as_bytes(x), group=pg, group_peer=source) for x in receives]

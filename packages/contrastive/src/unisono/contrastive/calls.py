@@ -11,7 +11,6 @@ from torch import Tensor
 from unisono.collectives import Group, all_reduce, average_gradient
 from unisono.collectives.checking import checking, describe
 from unisono.collectives.groups import resolve
-from unisono.collectives.options import one_of
 from unisono.collectives.sizes import exchange, join_graph, lengths_of, refuse, size_complaint
 from unisono.contrastive.tiles import statistics_dtype
 
@@ -54,6 +53,7 @@ def settle(
     what the caller knows scale and ids as.
     """
     ranks = resolve(group)
+    same += f", a gradient for {names[0]}: {isinstance(scale, Tensor) and scale.requires_grad}"
     problem = problem or _complaint(x, y, ids, weights, more, names[1]) or _scale_complaint(scale, names[0])
     problem = problem or size_complaint("sizes", sizes, ranks)
     if not problem and sizes is not None and sizes[ranks.rank] != x.shape[0]:
@@ -84,16 +84,30 @@ def shared(value: Tensor | float, group: Group) -> Tensor:
     """A scale or bias, the same on all ranks, as a scalar tensor whose gradient will be the same on all ranks too."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=torch.float64)  # on the CPU, wherever the features are: no copy to wait for
-    value = value.reshape(())
+    value = value.reshape(()).to(statistics_dtype(value.device))  # before anything is multiplied: it may have 16 bits
     return average_gradient(value, group=group) if value.requires_grad else value
 
 
-def check_options(function: str, exchange: str, grad_reduce: str, tile: int | None, logits: str = "auto") -> None:
-    one_of(function, "exchange", exchange, ("auto", "gather", "ring"))
-    one_of(function, "logits", logits, ("auto", "keep", "recompute"))
-    one_of(function, "grad_reduce", grad_reduce, ("mean", "sum"))
+def options_complaint(
+    exchange: object = "auto",
+    grad_reduce: object = "mean",
+    tile: object = None,
+    logits: object = "auto",
+    **choices: tuple[object, tuple[str, ...]],
+) -> str:
+    """What is wrong with the options that losses share, or with others given as name=(value, its choices)."""
+    all_choices: dict[str, tuple[object, tuple[str, ...]]] = {
+        "exchange": (exchange, ("auto", "gather", "ring")),
+        "grad_reduce": (grad_reduce, ("mean", "sum")),
+        "logits": (logits, ("auto", "keep", "recompute")),
+        **choices,
+    }
+    for name, (value, known) in all_choices.items():
+        if value not in known:
+            return f"{name}={value!r} is not one of {', '.join(map(repr, known))}"
     if tile is not None and (not isinstance(tile, int) or tile < 1):
-        raise ValueError(f"{function}: tile={tile!r} must be a positive number of rows and columns, or None")
+        return f"tile={tile!r} must be a positive number of rows and columns, or None"
+    return ""
 
 
 def _complaint(x: object, y: object, ids: object, weights: object, more: object, ids_name: str) -> str:
@@ -107,31 +121,39 @@ def _complaint(x: object, y: object, ids: object, weights: object, more: object,
         return f"x and y must have the same shape, for their rows belong together; got {describe(x)} and {describe(y)}"
     if x.device != y.device:
         return f"x is on {x.device}, y on {y.device}"
-    if ids is not None and not (isinstance(ids, Tensor) and ids.shape == x.shape[:1] and _integral(ids)):
+    if ids is not None and not (isinstance(ids, Tensor) and ids.shape == x.shape[:1] and is_integral(ids)):
         return f"{ids_name}: expected {x.shape[0]} integers, one for each row, got {describe(ids)}"
     if weights is not None and not (
         isinstance(weights, Tensor) and weights.shape == x.shape[:1] and weights.is_floating_point()
     ):
         return f"weights: expected {x.shape[0]} floating point numbers, one for each row, got {describe(weights)}"
+    for name, value in ((ids_name, ids), ("weights", weights), ("negatives", more)):
+        if isinstance(value, Tensor) and value.device != x.device:
+            return f"{name}: on {value.device}, but x is on {x.device}"
     if more is not None and not (isinstance(more, Tensor) and more.ndim == 2 and more.shape[1] == x.shape[1]):
         return f"negatives: expected features of shape (rows, {x.shape[1]}), got {describe(more)}"
     return ""
 
 
-def _integral(x: Tensor) -> bool:
+def is_integral(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def number_complaint(value: object, name: str) -> str:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return f"{name}: expected one number, got {describe(value)}"
+    return (
+        "" if isinstance(value, Tensor | int | float) else f"{name}: expected a number or a Tensor, got {type(value).__name__}"
+    )
 
 
 def _scale_complaint(scale: object, name: str) -> str:
     """Read it where that costs nothing: on a GPU the host would have to wait."""
-    if isinstance(scale, Tensor):
-        if scale.numel() != 1:
-            return f"{name}: expected one number, got {describe(scale)}"
-        if torch.compiler.is_compiling() or (scale.device.type != "cpu" and not checking()):
-            return ""
-    elif not isinstance(scale, int | float):
-        return f"{name}: expected a number or a Tensor, got {type(scale).__name__}"
-    value = float(scale.detach() if isinstance(scale, Tensor) else scale)
+    if problem := number_complaint(scale, name):
+        return problem
+    if isinstance(scale, Tensor) and (torch.compiler.is_compiling() or (scale.device.type != "cpu" and not checking())):
+        return ""
+    value = float(scale.detach() if isinstance(scale, Tensor) else scale)  # type: ignore[arg-type]
     hint = " (a temperature t is a scale of 1 / t)" if name == "scale" else ""
     return "" if value > 0 else f"{name}={value!r} must be positive{hint}"
 
@@ -141,5 +163,5 @@ def _value_complaint(tensors: dict[str, Tensor | None]) -> str:
         if x is not None and not bool(x.isfinite().all()):
             bad = (~x.isfinite()).nonzero()
             place = tuple(bad[0].tolist())
-            return f"{name} has {float(x[place])} at {place}; values that are not finite: {len(bad)}"
+            return f"{name} has {float(x.detach()[place])} at {place}; values that are not finite: {len(bad)}"
     return ""

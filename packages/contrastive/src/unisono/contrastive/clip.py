@@ -12,11 +12,10 @@ from torch.nn.functional import softplus
 
 from unisono.collectives import Group, all_reduce, global_mean
 from unisono.collectives.checking import describe
-from unisono.collectives.options import one_of
 from unisono.contrastive.blocks import Exchange
-from unisono.contrastive.calls import check_options, settle, shared
-from unisono.contrastive.pairs import Entry, Logits, Pairs
+from unisono.contrastive.calls import is_integral, options_complaint, settle, shared
 from unisono.contrastive.statistics import pair_statistics
+from unisono.contrastive.walk import Entry, Logits, Pairs
 
 GradReduce = Literal["mean", "sum"]
 SameId = Literal["positive", "masked"]
@@ -76,13 +75,18 @@ def clip_loss(
         tensor(9.0796e-05)
     """
     name = "clip_loss"
-    check_options(name, exchange, grad_reduce, tile, logits)
-    one_of(name, "same_id", same_id, ("positive", "masked"))
-    one_of(name, "direction", direction, ("both", "x_to_y"))
+    problem = options_complaint(
+        exchange,
+        grad_reduce,
+        tile,
+        logits,
+        same_id=(same_id, ("positive", "masked")),
+        direction=(direction, ("both", "x_to_y")),
+    )
     if not 0 <= label_smoothing < 1:
-        raise ValueError(f"{name}: label_smoothing={label_smoothing!r} must be in [0, 1)")
+        problem = problem or f"label_smoothing={label_smoothing!r} must be in [0, 1)"
     if hardness < 0:
-        raise ValueError(f"{name}: hardness={hardness!r} must not be negative")
+        problem = problem or f"hardness={hardness!r} must not be negative"
     options = f"same_id={same_id}, label_smoothing={label_smoothing}, decoupled={decoupled}, hardness={hardness}, {direction}"
     options += f", exchange={exchange}, tile={tile}, grad_reduce={grad_reduce}, ids={ids is not None}"
     options += f", negatives={negatives is not None}"
@@ -97,7 +101,7 @@ def clip_loss(
         sizes=sizes,
         group=group,
         same=options,
-        problem=_negatives_complaint(ids, negatives, negative_ids),
+        problem=problem or _negatives_complaint(ids, negatives, negative_ids),
     )
     x, y, ids, scale = call.x, call.y, call.ids, shared(scale, group)
 
@@ -181,6 +185,8 @@ def _negatives_complaint(ids: Tensor | None, negatives: Tensor | None, negative_
         return "negative_ids are given without negatives"
     if negatives is not None and (ids is None) != (negative_ids is None):
         return "ids and negative_ids go together: without one of them nobody knows which negatives to mask"
-    if negatives is not None and negative_ids is not None and negative_ids.shape != negatives.shape[:1]:
-        return f"negative_ids: expected {negatives.shape[0]}, one for each of the negatives, got {describe(negative_ids)}"
+    if isinstance(negatives, Tensor) and negative_ids is not None:
+        fits = isinstance(negative_ids, Tensor) and negative_ids.shape == negatives.shape[:1] and is_integral(negative_ids)
+        if not fits:
+            return f"negative_ids: expected {negatives.shape[0]} integers, one for each negative, got {describe(negative_ids)}"
     return ""

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from unisono.collectives import Group, all_gather, all_to_all_single
 from unisono.collectives.groups import resolve
-from unisono.contrastive.pairs import Pairs, select
+from unisono.contrastive.pairs import select
 from unisono.contrastive.tiles import Span, exclude, statistics_dtype, without_autocast
+from unisono.contrastive.walk import Pairs
 
 
 @without_autocast

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import Any
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +16,29 @@ from unisono.contrastive.sigmoid import sigmoid_loss
 from unisono.contrastive.views import ntxent_loss, supcon_loss
 
 
-class ClipLoss(nn.Module):
-    """clip_loss with a learned scale, kept at most `max_scale`, as CLIP does it.
+class _Loss(nn.Module):
+    """Holds the options that every call passes on to `function`."""
+
+    def __init__(self, function: Callable[..., Tensor], **options: Any) -> None:
+        super().__init__()
+        if unknown := sorted(options.keys() - signature(function).parameters.keys()):
+            raise ValueError(f"{type(self).__name__}: {', '.join(unknown)} is not an option of {function.__name__}")
+        self.options = options
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        group = self.options.get("group")
+        memo[id(group)] = group  # the same ranks; a process group cannot be copied
+        twin = memo[id(self)] = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def extra_repr(self) -> str:
+        own = {name: value for name, value in vars(self).items() if name in ("max_scale", "initial_temperature", "learned")}
+        return ", ".join(f"{name}={value!r}" for name, value in (own | self.options).items())
+
+
+class ClipLoss(_Loss):
+    """clip_loss with a learned scale of at most `max_scale`, as CLIP has it.
 
     The parameter `log_scale` has one element. Its gradient is the same on every rank, so the module is right inside DDP or
     FSDP and also beside them: nobody has to average it. `options` are those of clip_loss.
@@ -29,9 +53,9 @@ class ClipLoss(nn.Module):
     """
 
     def __init__(self, *, init_scale: float = 1 / 0.07, max_scale: float | None = 100.0, **options: Any) -> None:
-        super().__init__()
+        super().__init__(clip_loss, **options)
         self.log_scale = _logarithm("ClipLoss", init_scale, max_scale)
-        self.max_scale, self.options = max_scale, options
+        self.max_scale = max_scale
 
     @property
     def scale(self) -> Tensor:
@@ -40,11 +64,8 @@ class ClipLoss(nn.Module):
     def forward(self, x: Tensor, y: Tensor, **arguments: Any) -> Tensor:
         return clip_loss(x, y, self.scale, **self.options, **arguments)
 
-    def extra_repr(self) -> str:
-        return _show(max_scale=self.max_scale, **self.options)
 
-
-class SigmoidLoss(nn.Module):
+class SigmoidLoss(_Loss):
     """sigmoid_loss with a learned scale and bias, from 10 and -10 as SigLIP has them; no bound unless `max_scale` is given.
 
     The gradients of `log_scale` and `bias` are the same on every rank, as in ClipLoss.
@@ -60,10 +81,10 @@ class SigmoidLoss(nn.Module):
     def __init__(
         self, *, init_scale: float = 10.0, init_bias: float = -10.0, max_scale: float | None = None, **options: Any
     ) -> None:
-        super().__init__()
+        super().__init__(sigmoid_loss, **options)
         self.log_scale = _logarithm("SigmoidLoss", init_scale, max_scale)
         self.bias = nn.Parameter(torch.full((1,), init_bias))
-        self.max_scale, self.options = max_scale, options
+        self.max_scale = max_scale
 
     @property
     def scale(self) -> Tensor:
@@ -72,30 +93,24 @@ class SigmoidLoss(nn.Module):
     def forward(self, x: Tensor, y: Tensor, **arguments: Any) -> Tensor:
         return sigmoid_loss(x, y, self.scale, self.bias, **self.options, **arguments)
 
-    def extra_repr(self) -> str:
-        return _show(max_scale=self.max_scale, **self.options)
 
-
-class _WithTemperature(nn.Module):
+class _WithTemperature(_Loss):
     def __init__(
         self, *, temperature: float = 0.1, learned: bool = False, min_temperature: float = 0.01, **options: Any
     ) -> None:
-        super().__init__()
+        super().__init__(ntxent_loss, **options)
         if not temperature > 0 or not min_temperature > 0:
             raise ValueError(
                 f"{type(self).__name__}: temperature={temperature!r} and min_temperature={min_temperature!r} must be positive"
             )
-        self.min_temperature, self.options, self._fixed = min_temperature, options, temperature
+        self.min_temperature, self.initial_temperature, self.learned = min_temperature, temperature, learned
         self.log_scale = _logarithm(type(self).__name__, 1 / temperature, 1 / min_temperature) if learned else None
 
     @property
     def temperature(self) -> Tensor | float:
         if self.log_scale is None:
-            return self._fixed
+            return self.initial_temperature
         return 1 / _bounded_exp(self.log_scale, 1 / self.min_temperature)
-
-    def extra_repr(self) -> str:
-        return _show(temperature=float(self.temperature), learned=self.log_scale is not None, **self.options)
 
 
 class NTXentLoss(_WithTemperature):
@@ -132,13 +147,24 @@ def _logarithm(module: str, scale: float, largest: float | None) -> nn.Parameter
     return nn.Parameter(torch.full((1,), math.log(scale)))  # one element and not a scalar: FSDP shards no scalars
 
 
+class _Bounded(torch.autograd.Function):
+    """The smaller of a logarithm and its bound. Beyond the bound a gradient comes through if it leads back, and only then.
+
+    CLIP clamps its parameter in place after each step, which a sharded parameter would not notice here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logarithm: Tensor, bound: float) -> Tensor:
+        ctx.save_for_backward(logarithm)
+        ctx.bound = bound
+        return logarithm.clamp(max=bound)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (logarithm,) = ctx.saved_tensors
+        return torch.where((logarithm >= ctx.bound) & (grad < 0), 0.0, grad), None
+
+
 def _bounded_exp(logarithm: Tensor, largest: float | None) -> Tensor:
-    """exp, after the parameter itself has been put back below its bound: it would otherwise stay above without gradient."""
-    if largest is not None:
-        with torch.no_grad():
-            logarithm.clamp_(max=math.log(largest))
-    return logarithm.exp()
-
-
-def _show(**settings: object) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    bounded: Tensor = logarithm if largest is None else _Bounded.apply(logarithm, math.log(largest))
+    return bounded.exp()

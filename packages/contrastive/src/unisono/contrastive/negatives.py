@@ -26,7 +26,8 @@ class NegativeQueue(nn.Module):
     placement="sharded": every rank stores about size / W keys. "replicated": every rank stores all of them.
 
     state_dict() depends neither on the number of ranks nor on the placement, and loads into a queue with others. Where the
-    queue is sharded over several ranks it has DTensors, for torch.distributed.checkpoint; it loads whole tensors as well.
+    queue is sharded over several ranks it has DTensors, for torch.distributed.checkpoint; it loads whole tensors as well. A
+    torch.save of one rank would have that rank's share only: take placement="replicated" for that.
 
     Backward: none; keys are constants.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unisono.collectives import Group, all_gather
 from unisono.contrastive.blocks import Exchange, bring, choose
-from unisono.contrastive.calls import check_options, settle
+from unisono.contrastive.calls import options_complaint, settle
 from unisono.contrastive.tiles import Scratch, Span, default_tile, exclude, spans
 
 
@@ -48,9 +48,8 @@ def retrieval_metrics(
         (0.3333333333333333, 0.6666666666666666, 2.0)
     """
     name = "retrieval_metrics"
-    check_options(name, exchange, "mean", tile)
     with torch.no_grad():
-        problem = _ks_complaint(ks)
+        problem = options_complaint(exchange, tile=tile) or _ks_complaint(ks)
         options = f"ks={ks if problem else tuple(ks)}, exchange={exchange}, tile={tile}, ids={ids is not None}"
         call = settle(name, x, y, ids=ids, sizes=sizes, group=group, same=options, problem=problem)
         lengths = call.sizes

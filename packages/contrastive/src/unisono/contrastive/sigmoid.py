@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_reduce
-from unisono.collectives.options import one_of
 from unisono.collectives.reductions import count_once
 from unisono.contrastive.blocks import Exchange
-from unisono.contrastive.calls import check_options, settle, shared
+from unisono.contrastive.calls import number_complaint, options_complaint, settle, shared
 from unisono.contrastive.clip import GradReduce, SameId
-from unisono.contrastive.pairs import Pairs
 from unisono.contrastive.sigmoid_sum import sigmoid_sum
 from unisono.contrastive.tiles import statistics_dtype
+from unisono.contrastive.walk import Pairs
 
 
 def sigmoid_loss(
@@ -50,13 +49,12 @@ def sigmoid_loss(
         tensor(0.0201)
     """
     name = "sigmoid_loss"
-    check_options(name, exchange, grad_reduce, tile)
-    one_of(name, "same_id", same_id, ("positive", "masked"))
-    if isinstance(bias, Tensor) and bias.numel() != 1:
-        raise ValueError(f"{name}: bias: expected one number, got a tensor of shape {tuple(bias.shape)}")
+    problem = options_complaint(exchange, grad_reduce, tile, same_id=(same_id, ("positive", "masked")))
+    problem = problem or number_complaint(bias, "bias")
     options = f"same_id={same_id}, exchange={exchange}, tile={tile}, grad_reduce={grad_reduce}"
     options += f", ids={ids is not None}, weights={weights is not None}"
-    call = settle(name, x, y, scale=scale, ids=ids, weights=weights, sizes=sizes, group=group, same=options)
+    options += f", a gradient for bias: {isinstance(bias, Tensor) and bias.requires_grad}"
+    call = settle(name, x, y, scale=scale, ids=ids, weights=weights, sizes=sizes, group=group, same=options, problem=problem)
     plan = Pairs(sums=ids is not None, exchange=exchange, tile=tile)
     scale, bias = shared(scale, group), shared(bias, group)
     local = sigmoid_sum(call.x, call.y, scale, bias, weights, call.ids, same_id == "masked", plan, call.sizes, group)

@@ -19,11 +19,13 @@ from unisono.collectives.groups import Ranks, process_group, resolve
 from unisono.collectives.sizes import exchange, lengths_of
 from unisono.contrastive.blocks import bring, choose
 from unisono.contrastive.dense import all_logits
-from unisono.contrastive.pairs import Pairs, Walk, add_diagonal, diagonal, scale_gradient
 from unisono.contrastive.tiles import statistics_dtype, without_autocast
+from unisono.contrastive.walk import Pairs, Walk, add_diagonal, diagonal, scale_gradient
 
 
 class Sum(NamedTuple):
+    """Gradients are in the dtype of the logits: 16-bit features' are rounded when the factor that is to come is known."""
+
     total: Tensor  # over this rank's rows and all columns
     dx: Tensor
     dy: Tensor
@@ -77,10 +79,10 @@ class _SigmoidSum(torch.autograd.Function):
             views: list[Any] = [t if t is None else t.view_as(t) for t in inputs]  # one tensor may have two roles
             wanted = [t for t, needed in zip(views, wants, strict=True) if needed]
             result: Tensor = plain(*views, ids, *ctx.rest)  # type: ignore[call-arg]
-            found = iter(torch.autograd.grad(result, wanted, grad, create_graph=True))
-            return *(next(found) if needed else None for needed in wants), *(None,) * 5
-        grads = (dx, dy, dscale, dbias, dweights)
-        return *(d * grad.to(d.dtype) if needed else None for d, needed in zip(grads, wants, strict=True)), *(None,) * 5
+            grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=True))
+            return *(next(grads) if needed else None for needed in wants), *(None,) * 5
+        found = zip((dx, dy, dscale, dbias, dweights), inputs, wants, strict=True)
+        return *((d * grad).to(t.dtype) if needed else None for d, t, needed in found), *(None,) * 5
 
 
 @without_autocast
@@ -155,9 +157,9 @@ def compute(
         return Sum(total, *(x.new_empty(0) for _ in range(5)))
     dscale = scale_gradient(x, dx, walk) / scale
     home = columns.total()
-    dweights = x.new_empty(0) if weights is None else ((by_row + home[:, -1]) / 2).to(weights.dtype)
-    dy = home[:, : y.shape[1]].mul_(scale).to(y.dtype)
-    return Sum(total, dx.to(x.dtype), dy, dscale.to(scale.dtype), dbias.to(bias.dtype), dweights)
+    dweights = x.new_empty(0) if weights is None else (by_row + home[:, -1]) / 2
+    dy = home[:, : y.shape[1]].mul_(scale).contiguous()
+    return Sum(total, dx, dy, dscale, dbias, dweights)
 
 
 def plain(
@@ -229,18 +231,20 @@ def _(
     total = x.new_empty((), dtype=torch.float64)
     if not needed:
         return Sum(total, *(x.new_empty(0) for _ in range(5)))
-    dweights = x.new_empty(0) if weights is None else torch.empty_like(weights)
-    return Sum(total, torch.empty_like(x), torch.empty_like(y), torch.empty_like(scale), torch.empty_like(bias), dweights)
+    compute_dtype, wide = torch.promote_types(x.dtype, torch.float32), torch.float64
+    dx, dy = x.new_empty(x.shape, dtype=compute_dtype), y.new_empty(y.shape, dtype=compute_dtype)
+    dweights = x.new_empty(0) if weights is None else weights.new_empty(weights.shape, dtype=wide)
+    return Sum(total, dx, dy, x.new_empty((), dtype=wide), x.new_empty((), dtype=wide), dweights)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[1:])
-    ctx.weighted = inputs[4] is not None
+    ctx.dtypes = [None if t is None else t.dtype for t in inputs[:5]]
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    found = [d * grad.to(d.dtype) for d in ctx.saved_tensors]
-    return *found[:4], found[4] if ctx.weighted else None, *(None,) * 9
+    found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+    return *(None if dtype is None else (d * grad).to(dtype) for d, dtype in found), *(None,) * 9
 
 
 _op.register_autograd(_backward, setup_context=_save)

@@ -13,7 +13,8 @@ from unisono.collectives import Group
 from unisono.collectives.groups import Ranks, process_group, resolve
 from unisono.collectives.sizes import exchange, lengths_of
 from unisono.contrastive import dense
-from unisono.contrastive.pairs import Entry, Kept, Pairs, Statistics, backward, forward
+from unisono.contrastive.pairs import Kept, Statistics, backward, forward
+from unisono.contrastive.walk import Entry, Pairs
 
 Keys = tuple[Tensor, Tensor] | None
 
@@ -131,7 +132,7 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(x: Tensor, y: Tensor, scale: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(y), torch.empty_like(scale)
+    return x.new_empty(x.shape), y.new_empty(y.shape), torch.empty_like(scale)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

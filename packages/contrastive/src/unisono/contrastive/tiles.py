@@ -125,11 +125,14 @@ def gradient(
     reach = _REACH[tile.dtype]
     if tile.device.type == "cpu":
         shift = _shift(tile, reach, bound)
-        if bound <= reach.lift or (_near(row_logs, shift, reach) and _near(column_logs, shift, reach)):
-            weights = _weights(row_logs, row_grads, shift, tile.dtype).unsqueeze(1)
-            if column_logs is not None and column_grads is not None:
-                room = scratch.room("weights", (tile.shape[0], tile.shape[1]))
-                weights = torch.add(weights, _weights(column_logs, column_grads, shift, tile.dtype), out=room)
+        by_row, by_column = _weights(row_logs, row_grads, shift, tile.dtype), None
+        if column_logs is not None and column_grads is not None:
+            by_column = _weights(column_logs, column_grads, shift, tile.dtype)
+        # the weights may overflow where a loss is scaled up, as GradScaler does
+        if bound <= reach.lift or (_near(row_logs, by_row, shift, reach) and _near(column_logs, by_column, shift, reach)):
+            weights = by_row.unsqueeze(1)
+            if by_column is not None:
+                weights = torch.add(weights, by_column, out=scratch.room("weights", (tile.shape[0], tile.shape[1])))
             return _powers(tile, shift, scratch, spend).mul_(weights)
     result = _softmax(tile, row_logs, 1).mul_(row_grads.to(tile.dtype).unsqueeze(1))
     if column_logs is not None and column_grads is not None:
@@ -160,10 +163,12 @@ def _least(by_row: Tensor, by_column: Tensor | None) -> float:
     return min(float(sums.min()) for sums in (by_row, by_column) if sums is not None)
 
 
-def _near(logs: Tensor | None, shift: float, reach: Reach) -> bool:
+def _near(logs: Tensor | None, weights: Tensor | None, shift: float, reach: Reach) -> bool:
     """Within reach, infinities aside: a row without a single candidate has none."""
-    if logs is None:
+    if logs is None or weights is None:
         return True
+    if not bool(weights.isfinite().all()):
+        return False
     far = (logs - shift).abs_() > reach.apart
     return not bool((far & logs.isfinite()).any())
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from unisono.collectives import Group, global_mean
+from unisono.collectives.checking import describe
 from unisono.contrastive.blocks import Exchange
-from unisono.contrastive.calls import check_options, settle, shared
+from unisono.contrastive.calls import options_complaint, settle, shared
 from unisono.contrastive.clip import GradReduce
-from unisono.contrastive.pairs import Logits, Pairs
 from unisono.contrastive.statistics import pair_statistics
+from unisono.contrastive.walk import Logits, Pairs
 
 NAMES = ("temperature", "labels")
 
@@ -47,9 +48,11 @@ def ntxent_loss(
         tensor(0.0002)
     """
     name = "ntxent_loss"
-    check_options(name, exchange, grad_reduce, tile, logits)
+    problem = options_complaint(exchange, grad_reduce, tile, logits)
     options = f"exchange={exchange}, tile={tile}, grad_reduce={grad_reduce}"
-    call = settle(name, z0, z1, scale=temperature, weights=weights, sizes=sizes, group=group, same=options, names=NAMES)
+    call = settle(
+        name, z0, z1, scale=temperature, weights=weights, sizes=sizes, group=group, same=options, problem=problem, names=NAMES
+    )
     scale = 1 / shared(temperature, group)
     # Anchors are both views; candidates are both views swapped, so that partners meet on the diagonal and each view itself
     # is half a batch off it.
@@ -92,9 +95,11 @@ def supcon_loss(
         tensor(0.2395)
     """
     name = "supcon_loss"
-    check_options(name, exchange, grad_reduce, tile, logits)
+    problem = options_complaint(exchange, grad_reduce, tile, logits)
     views = 1
-    if isinstance(z, Tensor) and z.ndim == 3:
+    if isinstance(z, Tensor) and z.ndim == 3 and not (isinstance(labels, Tensor) and labels.shape == z.shape[:1]):
+        problem = problem or f"labels: expected {z.shape[0]} integers, one for each row, got {describe(labels)}"
+    elif isinstance(z, Tensor) and z.ndim == 3:
         views = z.shape[1]
         z = rearrange(z, "n view d -> (n view) d")
         labels = repeat(labels, "n -> (n view)", view=views)
@@ -102,7 +107,17 @@ def supcon_loss(
         sizes = None if sizes is None else [views * size for size in sizes]
     options = f"exchange={exchange}, tile={tile}, grad_reduce={grad_reduce}, views={views}"
     call = settle(
-        name, z, z, scale=temperature, ids=labels, weights=weights, sizes=sizes, group=group, same=options, names=NAMES
+        name,
+        z,
+        z,
+        scale=temperature,
+        ids=labels,
+        weights=weights,
+        sizes=sizes,
+        group=group,
+        same=options,
+        problem=problem,
+        names=NAMES,
     )
     keys = None if call.ids is None else (call.ids, call.ids)
     plan = Pairs(columns=False, sums=True, diagonal=False, exchange=exchange, tile=tile, logits=logits)
