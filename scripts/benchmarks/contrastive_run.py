@@ -37,7 +37,7 @@ def main(
 
     Forward and backward, two gloo ranks on this machine, one thread each, float32, width 512. First a fresh pair of
     processes for each contender finds its peak memory and checks its loss and gradients; then all take turns in every
-    round. Prints all figures and the aims, and writes <date>-contrastive.md and .png. About 6 minutes on two cores: leave
+    round. Prints all figures and the aims, and writes <date>-contrastive.md and .png. About 10 minutes on two cores: leave
     the machine alone.
 
     Args:
