@@ -115,3 +115,28 @@ def frozen_tower(exchange):
 def test_frozen_towers(ranks):
     for exchange in ("gather", "ring"):
         ranks(frozen_tower, exchange, world_size=3)
+
+
+def bound_holds(wrap):
+    """A scale that is pushed beyond its bound and then back, in a parameter that FSDP2 has sharded or in a plain one."""
+    loss = ClipLoss(init_scale=9.0, max_scale=10.0).double()
+    if wrap:
+        fully_shard(loss, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    x = torch.eye(3, dtype=torch.float64)
+    path = []
+    for sign in (1, 1, 1, -1, -1):  # the loss of perfect pairs falls as the scale grows
+        optimizer.zero_grad()
+        value = loss(x, x)
+        (sign * 1e4 * value).backward()
+        optimizer.step()
+        log_scale = loss.log_scale.full_tensor() if hasattr(loss.log_scale, "full_tensor") else loss.log_scale
+        path.append((value.item(), log_scale.item()))
+    return path
+
+
+def test_the_bound_holds_in_a_sharded_parameter(ranks):
+    (plain,) = ranks(bound_holds, False, world_size=1)
+    assert plain[1][1] == plain[2][1] > 2.31 and plain[4][1] < plain[3][1] < plain[2][1], "out by a step, there, and back"
+    for path in ranks(bound_holds, True, world_size=2):
+        torch.testing.assert_close(torch.tensor(path), torch.tensor(plain), rtol=1e-6, atol=0)

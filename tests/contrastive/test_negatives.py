@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 
-from unisono.collectives import MismatchError, all_gather, checked, count_bytes
+from tests.contrastive.rejections import caught
+from unisono.collectives import all_gather, checked, count_bytes
 from unisono.collectives.testing import run_ranks
 from unisono.contrastive.clip import clip_loss
 from unisono.contrastive.negatives import NegativeQueue
@@ -375,15 +376,8 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-def caught(name: str) -> str:
-    with pytest.raises(MismatchError) as error:
-        BAD[name][0](int(dist.get_rank() == 1))
-    assert all_gather(torch.ones(1)).shape == (3,)  # the ranks are still in step
-    return str(error.value)
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_rejects_on_all_ranks(ranks, name):
-    messages = ranks(caught, name, world_size=3)
+    messages = ranks(caught, __name__, name, world_size=3)
     assert len(set(messages)) == 1 and messages[0].startswith("NegativeQueue.enqueue: ")
     assert BAD[name][1] in messages[0], messages[0]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from unisono.collectives import MismatchError, all_gather, checked
+from tests.contrastive.rejections import caught
+from unisono.collectives import checked
 from unisono.collectives.testing import run_ranks
 from unisono.contrastive.retrieval import retrieval_metrics
 
@@ -237,16 +238,9 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-def caught(name: str) -> str:
-    with pytest.raises(MismatchError) as error:
-        BAD[name][0](int(dist.get_rank() == 1))
-    assert all_gather(torch.ones(1)).shape == (3,)  # the ranks are still in step
-    return str(error.value)
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_retrieval_rejects_on_all_ranks(ranks, name):
-    messages = ranks(caught, name, world_size=3)
+    messages = ranks(caught, __name__, name, world_size=3)
     assert len(set(messages)) == 1 and messages[0].startswith("retrieval_metrics: ")
     assert BAD[name][1] in messages[0], messages[0]
 

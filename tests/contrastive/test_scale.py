@@ -17,7 +17,7 @@ from unisono.collectives import count_bytes
 from unisono.contrastive import clip_loss, ntxent_loss, sigmoid_loss, supcon_loss
 from unisono.contrastive.blocks import Circling
 from unisono.contrastive.pairs import Kept, backward, forward
-from unisono.contrastive.sigmoid_sum import compute
+from unisono.contrastive.sigmoid_sum import How, compute
 from unisono.contrastive.walk import Pairs
 
 on_fake_cuda = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
@@ -112,7 +112,7 @@ def test_the_ring_of_4096_ranks_needs_little_memory(fake_world):
         found, kept = forward(x, y, scale, None, plan, sizes, None, keep=True)
         assert kept == Kept([], [])
         backward(x, y, scale, None, found, tuple(found), kept, plan, sizes, None)
-        compute(x, y, scale, scale, None, None, False, plan, sizes, None, True)
+        compute(x, y, scale, scale, None, None, How(False, plan, sizes, None), True)
     assert live.most < 0.1 * 2**30, f"{live.most / 2**20:.0f} MiB"
     block = rows * WIDTH * 4
     assert 5 * 31 * block < traffic.sent < 5.2 * 33 * block, "y three times, its gradient twice"

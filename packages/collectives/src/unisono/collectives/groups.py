@@ -53,6 +53,11 @@ def process_group(ranks: Ranks) -> ProcessGroup:
     return group_named(ranks.name)
 
 
+def group_of(ranks: Ranks) -> Group:
+    """An argument that resolves to `ranks`: for code that has crossed a compiled graph, where only plain values pass."""
+    return process_group(ranks) if ranks.name else None
+
+
 def group_named(name: str) -> ProcessGroup:
     pg: ProcessGroup = _by_name(name)  # type: ignore[arg-type]
     return pg

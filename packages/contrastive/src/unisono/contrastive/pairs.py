@@ -1,21 +1,21 @@
 """Statistics of all pairs of rows over all ranks: log-sum-exps of the logits by row and by column, tile by tile.
 
-The losses are a few lines of plain torch on these vectors. A rank forms the logits of its own rows only and never holds more
-than a tile of them; what concerns a column is put together on the rank that has it. The backward forms the tiles once
-more, unless they were few enough to keep. Second derivatives take the plain formulas of dense.py.
+The losses are a few lines of plain torch on these vectors. A rank forms the logits of its own rows only, a tile
+at a time; what concerns a column is put together on the rank that has it. The backward forms the tiles once more, unless they
+were few enough to keep. Second derivatives take the plain formulas of dense.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.collectives import Group
-from unisono.contrastive.blocks import Columns, Gathered, bring, choose
+from unisono.contrastive.blocks import Columns, Combine, Gathered, bring, choose
 from unisono.contrastive.tiles import gradient, log_sums, statistics_dtype, without_autocast
 from unisono.contrastive.walk import Entry, Pairs, Walk, add_diagonal, diagonal, scale_gradient
 
@@ -37,7 +37,7 @@ def select(logits: Tensor, entry: Entry, same: Tensor | None) -> Tensor:
     return logits.masked_fill(same if entry.where == "other" else ~same, -torch.inf)
 
 
-def combine_with(entries: int) -> Any:
+def combine_with(entries: int) -> Combine:
     """Join two ranks' contributions to a column: log-sum-exps first, then sums."""
 
     def combine(a: Tensor, b: Tensor) -> Tensor:

@@ -15,12 +15,19 @@ from torch._library.effects import EffectType
 from torch.nn.functional import logsigmoid
 
 from unisono.collectives import Group, all_gather
-from unisono.collectives.groups import Ranks, process_group, resolve
+from unisono.collectives.groups import Ranks, group_of, resolve
 from unisono.collectives.sizes import exchange, lengths_of
 from unisono.contrastive.blocks import bring, choose
 from unisono.contrastive.dense import all_logits
 from unisono.contrastive.tiles import statistics_dtype, without_autocast
 from unisono.contrastive.walk import Pairs, Walk, add_diagonal, diagonal, scale_gradient
+
+
+class How(NamedTuple):
+    masked: bool  # the same ids are left out, not positives
+    plan: Pairs
+    sizes: tuple[int, ...]
+    group: Group
 
 
 class Sum(NamedTuple):
@@ -58,17 +65,25 @@ def sigmoid_sum(
         traced: Tensor = _op(x, y, scale, bias, weights, ids, masked, needed, *how, *resolve(group))[0]
         return traced
     assert sizes is not None
-    total: Tensor = _SigmoidSum.apply(x, y, scale, bias, weights, ids, masked, plan, tuple(sizes), group)
+    total: Tensor = _SigmoidSum.apply(x, y, scale, bias, weights, ids, How(masked, plan, tuple(sizes), group))
     return total
 
 
 class _SigmoidSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        x, y, scale, bias, weights, ids, *rest = arguments
-        total, *grads = compute(*arguments, any(ctx.needs_input_grad))  # type: ignore[call-arg]
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        weights: Tensor | None,
+        ids: Tensor | None,
+        how: How,
+    ) -> Tensor:
+        total, *grads = compute(x, y, scale, bias, weights, ids, how, any(ctx.needs_input_grad))
         ctx.save_for_backward(x, y, scale, bias, weights, ids, *grads)
-        ctx.rest = rest
+        ctx.how = how
         return total
 
     @staticmethod
@@ -78,11 +93,11 @@ class _SigmoidSum(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph: somebody wants to differentiate this backward
             views: list[Any] = [t if t is None else t.view_as(t) for t in inputs]  # one tensor may have two roles
             wanted = [t for t, needed in zip(views, wants, strict=True) if needed]
-            result: Tensor = plain(*views, ids, *ctx.rest)  # type: ignore[call-arg]
+            result = plain(views[0], views[1], views[2], views[3], views[4], ids, ctx.how)
             grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=True))
-            return *(next(grads) if needed else None for needed in wants), *(None,) * 5
+            return *(next(grads) if needed else None for needed in wants), *(None,) * 2
         found = zip((dx, dy, dscale, dbias, dweights), inputs, wants, strict=True)
-        return *((d * grad).to(t.dtype) if needed else None for d, t, needed in found), *(None,) * 5
+        return *((d * grad).to(t.dtype) if needed else None for d, t, needed in found), *(None,) * 2
 
 
 @without_autocast
@@ -93,12 +108,10 @@ def compute(
     bias: Tensor,
     weights: Tensor | None,
     ids: Tensor | None,
-    masked: bool,
-    plan: Pairs,
-    sizes: Sequence[int],
-    group: Group,
+    how: How,
     needed: bool,
 ) -> Sum:
+    masked, plan, sizes, group = how
     wide, extra = statistics_dtype(x.device), 0 if weights is None else 1
     walk = Walk(x, y, scale, None if ids is None else (ids, ids), plan, at_once=2)
     minus_bias = -bias.to(wide)
@@ -169,15 +182,13 @@ def plain(
     bias: Tensor,
     weights: Tensor | None,
     ids: Tensor | None,
-    masked: bool,
-    plan: Pairs,
-    sizes: Sequence[int],
-    group: Group,
+    how: How,
 ) -> Tensor:
     """The same by the formula, all logits at once: what second derivatives are taken of.
 
     The gradients that it sends to other ranks' columns carry their own factors, so it is right for any use.
     """
+    masked, plan, sizes, group = how
     logits, partner = all_logits(x, y, scale, plan.left_out, sizes, group)
     logits = logits + bias.to(logits.dtype)
     same = torch.zeros_like(partner) if ids is None else ids.unsqueeze(1) == all_gather(ids, sizes=sizes, group=group)
@@ -212,8 +223,7 @@ def _op(
     if not sizes:
         sizes = lengths_of(exchange("sigmoid_loss", y, 0, ranks, same=f"{masked}, {exchanged}, {tile}"))
     plan = Pairs(sums=ids is not None, exchange=exchanged, tile=tile or None)  # type: ignore[arg-type]
-    where = process_group(ranks) if group else None
-    return compute(x, y, scale, bias, weights, ids, masked, plan, sizes, where, needed)
+    return compute(x, y, scale, bias, weights, ids, How(masked, plan, tuple(sizes), group_of(ranks)), needed)
 
 
 @_op.register_fake

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._library.effects import EffectType
 
 from unisono.collectives import Group
-from unisono.collectives.groups import Ranks, process_group, resolve
+from unisono.collectives.groups import Ranks, group_of, resolve
 from unisono.collectives.sizes import exchange, lengths_of
 from unisono.contrastive import dense
 from unisono.contrastive.pairs import Kept, Statistics, backward, forward
@@ -88,7 +88,7 @@ def _op(
     if not sizes:
         sizes = lengths_of(exchange("pair_statistics", y, 0, ranks, same=plan))
     keys = None if row_keys is None or column_keys is None else (row_keys, column_keys)
-    result, _ = forward(x, y, scale, keys, pairs, sizes, _group(ranks))
+    result, _ = forward(x, y, scale, keys, pairs, sizes, group_of(ranks))
     return *result, torch.tensor(sizes, device="cpu")
 
 
@@ -122,7 +122,7 @@ def _backward_op(
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys = None if row_keys is None or column_keys is None else (row_keys, column_keys)
-    given, lengths, where = (grads[0], grads[1], grads[2]), sizes.tolist(), _group(Ranks(group, rank, size))
+    given, lengths, where = (grads[0], grads[1], grads[2]), sizes.tolist(), group_of(Ranks(group, rank, size))
     dx, dy, dscale = backward(
         x, y, scale, keys, Statistics(*found), given, Kept([], []), _decode(plan, left_out), lengths, where
     )
@@ -151,10 +151,6 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
 _op.register_autograd(_backward, setup_context=_save)
 for _each in (_op, _backward_op):
     _each.register_effect(EffectType.ORDERED)  # communication must not be dropped on one rank and run on another
-
-
-def _group(ranks: Ranks) -> Group:
-    return process_group(ranks) if ranks.name else None
 
 
 def _encode(plan: Pairs) -> str:

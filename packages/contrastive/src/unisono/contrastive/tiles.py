@@ -75,7 +75,7 @@ def exclude(tile: Tensor, rows: Span, columns: Span, own: Span, diagonals: tuple
 
 
 class Scratch:
-    """Room for tiles, taken once: fresh memory for each would cost a tenth of the time."""
+    """Room for tiles, taken once for all of a pass."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._rooms: dict[str, Tensor] = {}

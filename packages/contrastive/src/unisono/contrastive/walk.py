@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from unisono.contrastive.tiles import Scratch, Span, default_tile, exclude, span
 
 # Logits that are kept for the backward, unless told otherwise, instead of formed again: a quarter less work in all.
 KEEP_BYTES = 128 * 2**20
-
 
 Logits = Literal["auto", "keep", "recompute"]
 
@@ -72,7 +72,6 @@ class Walk:
         self.factor = factor.to(statistics_dtype(x.device))
         self.step = (plan.tile, plan.tile) if plan.tile else default_tile(x.device, at_once)
         self.scratch = Scratch(x, self.compute)
-        self.norm = largest_norm(x, self)
 
     def tiles(
         self,
@@ -112,13 +111,16 @@ class Walk:
 
     def bound(self, y: Tensor) -> float:
         """On the magnitude of logits, by Cauchy and Schwarz; inf where a look would make the host wait."""
-        return self.norm * largest_norm(y, self) * abs(float(self.factor)) if self.x.device.type == "cpu" else math.inf
+        if self.x.device.type != "cpu":
+            return math.inf
+        return self._norm_of_rows * self._largest_norm(y) * abs(float(self.factor))
 
+    @cached_property
+    def _norm_of_rows(self) -> float:
+        return self._largest_norm(self.x)
 
-def largest_norm(x: Tensor, walk: Walk) -> float:
-    if x.device.type != "cpu":
-        return math.inf
-    return max((float(x[part.slice].norm(dim=1).max()) for part in spans(x.shape[0], walk.step[0])), default=0.0)
+    def _largest_norm(self, x: Tensor) -> float:
+        return max((float(x[part.slice].norm(dim=1).max()) for part in spans(x.shape[0], self.step[0])), default=0.0)
 
 
 def diagonal(x: Tensor, y: Tensor, walk: Walk) -> Tensor:
