@@ -123,7 +123,7 @@ def bound_holds(wrap):
     if wrap:
         fully_shard(loss, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
-    x = torch.eye(3, dtype=torch.float64)
+    x = torch.eye(4, dtype=torch.float64).tensor_split(dist.get_world_size())[dist.get_rank()]
     path = []
     for sign in (1, 1, 1, -1, -1):  # the loss of perfect pairs falls as the scale grows
         optimizer.zero_grad()
