@@ -1,0 +1,1 @@
+"""Reference models that consume unisono's packages, and the ground their recipes share."""

@@ -1,0 +1,1 @@
+"""Pictures with captions, from wherever they are."""

@@ -1,0 +1,68 @@
+"""Random numbers as a pure function of (seed, stream, step, sample): no state, so neither ranks nor restarts change them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_WORD = (1 << 64) - 1
+
+
+def key_of(seed: int, *path: int | str) -> int:
+    """64 bits that stand for `seed` and a path of names and numbers below it, the same on every machine.
+
+    Example:
+        >>> key_of(0, "order", 3) == key_of(0, "order", 3) != key_of(0, "order", 4)
+        True
+    """
+    text = "/".join(str(part) for part in (seed, *path))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def generator(seed: int, *path: int | str) -> torch.Generator:
+    """A CPU generator for `seed` and a path below it, for draws that every rank makes alike, such as the order of an epoch."""
+    return torch.Generator().manual_seed(key_of(seed, *path))
+
+
+def uniform(seed: int, stream: str, step: int, index: Tensor, shape: Sequence[int] = ()) -> Tensor:
+    """Numbers in [0, 1), float32, of shape (len(index), *shape): row i depends on (seed, stream, step, index[i]) alone.
+
+    So a sample gets the same numbers on whichever rank and in whichever row it is. `index`: int64, on any device.
+
+    Example:
+        >>> a = uniform(0, "noise", 7, torch.tensor([3, 5]), (2,))
+        >>> b = uniform(0, "noise", 7, torch.tensor([5]), (2,))
+        >>> bool((a[1] == b[0]).all())
+        True
+    """
+    cells = torch.arange(math.prod(shape), device=index.device)
+    rows = _mix(index * _signed(0xD1342543DE82EF95) + _signed(key_of(seed, stream, step)))
+    bits = _mix(rows[:, None] + cells * _signed(0x9E3779B97F4A7C15))
+    return ((bits & 0xFFFFFF).to(torch.float32) * 2**-24).view(len(index), *shape)
+
+
+def normal(seed: int, stream: str, step: int, index: Tensor, shape: Sequence[int] = ()) -> Tensor:
+    """Standard normal numbers, as `uniform`."""
+    pairs = uniform(seed, stream, step, index, (2, *shape))
+    radius = torch.sqrt(-2 * torch.log1p(-pairs[:, 0]))
+    return radius * torch.cos(2 * math.pi * pairs[:, 1])
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele et al. 2014), in int64 that wraps."""
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    return (x >> by) & ((1 << (64 - by)) - 1)  # int64 shifts the sign in; the mask takes it out again
+
+
+def _signed(x: int) -> int:
+    x &= _WORD
+    return x - (1 << 64) if x >> 63 else x
