@@ -21,6 +21,8 @@ class RunConfig:
     """Steps between looks at the loss. Every step's loss is kept all the same."""
     evaluate_every: int = 0
     """Steps between evaluations. 0: only at the end."""
+    stop_after: int | None = None
+    """Stop in order after this many steps, as if told to: the schedule stays that of `steps`."""
     timeout: float = 300.0
     """Seconds without progress after which a run gives up and says which rank is missing."""
 

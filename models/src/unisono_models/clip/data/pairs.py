@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A pair that was asked for and left out."""
+
+    index: int
+    name: str
+    """Where it came from, fit to print."""
+    reason: str
+    """One of a few, to count by: "broken image", "empty caption", …"""
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -20,6 +36,8 @@ class PairBatch:
     """int64, (n,): pairs with the same number show the same thing, and are no negatives of each other."""
     index: Tensor
     """int64, (n,): the place in the whole data set, which randomness goes by."""
+    skipped: tuple[Skip, ...] = ()
+    """Those left out. They travel with the batch, so that they are counted whichever process has read it."""
 
 
 class Pairs(Protocol):
@@ -29,4 +47,21 @@ class Pairs(Protocol):
 
     def read(self, indices: Sequence[int], size: int) -> PairBatch:
         """The pairs at `indices`, pictures of `size` pixels square."""
+        ...
+
+
+class CaptionedPairs(Pairs, Protocol):
+    """Pairs whose captions and concepts can be had without their pictures: what splits and tokenizers need."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was found damaged or odd at opening, one line each."""
+        ...
+
+    def captions(self, indices: Sequence[int]) -> list[str]:
+        """The captions at `indices`, one for each; empty where `read` would skip the row for want of one."""
+        ...
+
+    def concepts(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """The concepts at `indices`, one for each."""
         ...

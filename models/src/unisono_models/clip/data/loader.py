@@ -1,0 +1,99 @@
+"""Batches read ahead by other processes, in order: which ones is a function of the step alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from unisono_models.clip.data.pairs import PairBatch, Pairs
+
+
+def load_steps(
+    pairs: Pairs,
+    indices_of: Callable[[int], Sequence[int]],
+    size: int,
+    *,
+    first: int,
+    last: int,
+    workers: int = 0,
+    ahead: int = 2,
+) -> Iterator[PairBatch]:
+    """This rank's batch of each step from `first` up to `last`, pictures of `size` pixels square.
+
+    indices_of: the rows that this rank reads at a step; none is fine. It is called here, in the order of the steps, up to
+    workers x `ahead` of them early.
+    workers: processes that read. 0: this one reads, when a batch is asked for. The batches are the same.
+
+    Workers are started by a fork server, not by a fork of this process: a copy of it would hold the connections to the other
+    ranks (if this rank is then killed, its peers see no end of them and wait for their timeout), and the locks of threads
+    that it does not have. So `pairs` is pickled to them, and a script that calls this needs its `if __name__ == "__main__"`.
+    They end with the iterator, and within seconds of this process if it is killed.
+
+    Raises: RuntimeError that names the step when a worker dies; what `pairs.read` raises, with its traceback.
+
+    Example:
+        for batch in load_steps(pairs, lambda step: order.share(step, rank, size), 224, first=step, last=steps, workers=4):
+            ...
+    """
+    if workers < 0 or ahead < 1 or first < 0:
+        raise ValueError(f"load_steps: first={first}, workers={workers}, ahead={ahead}: expected at least 0, 0 and 1")
+    steps = range(first, last)
+    chosen = ([int(index) for index in indices_of(step)] for step in steps)
+    if workers == 0 or not steps:
+        return (pairs.read(indices, size) for indices in chosen)
+    return _read_ahead(pairs, chosen, size, steps, min(workers, len(steps)), ahead)
+
+
+class _Reads(Dataset[PairBatch]):
+    def __init__(self, pairs: Pairs, size: int) -> None:
+        self.pairs, self.size = pairs, size
+
+    def __getitem__(self, indices: list[int]) -> PairBatch:
+        return self.pairs.read(indices, self.size)
+
+
+def _read_ahead(
+    pairs: Pairs, chosen: Iterator[list[int]], size: int, steps: range, workers: int, ahead: int
+) -> Iterator[PairBatch]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_imported())
+    loader: DataLoader[PairBatch] = DataLoader(
+        _Reads(pairs, size),
+        batch_size=None,
+        sampler=chosen,  # type: ignore[arg-type]  # any iterable of what __getitem__ takes
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        prefetch_factor=ahead,
+        multiprocessing_context=context,
+        generator=torch.Generator(),  # it draws a seed for its workers: not from the run's generator
+    )
+    batches = iter(loader)
+    for step in steps:
+        try:
+            batch = next(batches)
+        except RuntimeError as error:
+            if "exited unexpectedly" not in str(error):
+                error.add_note(f"load_steps: while reading step {step}")
+                raise
+            raise RuntimeError(
+                f"load_steps: a worker died before step {step} was read: {error}. It was killed (out of memory?) or a decoder "
+                "crashed; with workers=0 the same happens in the rank itself, where it can be seen"
+            ) from error
+        except Exception as error:
+            error.add_note(f"load_steps: while reading step {step}")
+            raise
+        yield batch
+
+
+def _as_it_is(batch: PairBatch) -> PairBatch:
+    return batch
+
+
+def _imported() -> list[str]:
+    """Modules that the fork server imports once, so that its workers need not: ours, and with them all that they import."""
+    main = getattr(sys.modules["__main__"].__spec__, "name", "")
+    return [name for name in sys.modules if name.startswith("unisono_models.") and name != main]

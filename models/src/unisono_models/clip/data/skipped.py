@@ -1,0 +1,86 @@
+"""How many pairs were left out of a run, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from unisono_models.clip.data.pairs import PairBatch, Skip
+from unisono_models.training.talk import Json, hear
+
+_EXAMPLES = 3  # of each reason
+
+
+class Skipped:
+    """Counts the pairs that a rank has read, and those of them that were skipped. All but `add` is for all ranks together.
+
+    `before`: the `summary()` of an earlier part of the run, from its checkpoint.
+
+    Example:
+        >>> skipped = Skipped()
+        >>> skipped.add(batch)
+        >>> skipped.check(0.01)
+        >>> print(skipped.report())
+        1 of 2,048 pairs skipped. broken image: 1, such as 00003.tar/000031207.jpg (row 31207): OSError: image file is truncated
+    """
+
+    def __init__(self, *, before: Mapping[str, Json] | None = None) -> None:
+        self._before = before or {"read": 0, "reasons": {}, "examples": {}}
+        self._read = 0
+        self._reasons: Counter[str] = Counter()
+        self._examples: dict[str, list[list[Json]]] = {}
+
+    def add(self, batch: PairBatch) -> None:
+        """Count what this rank has read."""
+        self._read += len(batch.captions) + len(batch.skipped)
+        for skip in batch.skipped:
+            self._reasons[skip.reason] += 1
+            examples = self._examples.setdefault(skip.reason, [])
+            if len(examples) < _EXAMPLES:
+                examples.append([skip.index, skip.name, skip.error])
+
+    def summary(self) -> dict[str, Json]:
+        """Over all ranks: `read`, how many; `reasons`, how many were skipped for each; `examples` of each."""
+        mine = {"read": self._read, "reasons": self._reasons, "examples": self._examples}
+        parts = [self._before, *hear(mine)]
+        reasons: Counter[str] = Counter()
+        examples: dict[str, list[Json]] = {}
+        for part in parts:
+            reasons.update(part["reasons"])
+            for reason, found in part["examples"].items():
+                examples.setdefault(reason, []).extend(found)
+        return {
+            "read": sum(part["read"] for part in parts),
+            "reasons": {reason: reasons[reason] for reason in sorted(reasons)},
+            "examples": {reason: examples[reason][:_EXAMPLES] for reason in sorted(examples)},
+        }
+
+    def check(self, threshold: float, *, at_least: int = 100) -> None:
+        """Stop the run, on every rank, if more than `threshold` of what was read was skipped.
+
+        `at_least`: fewer pairs than that count as that many, or the very first broken one could end a run.
+
+        Raises: ValueError with the report.
+        """
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"Skipped.check: threshold={threshold} must be a fraction between 0 and 1")
+        summary = self.summary()
+        if sum(summary["reasons"].values()) > threshold * max(summary["read"], at_least):
+            raise ValueError(
+                f"{_describe(summary)}\nThis is more than the {threshold:.4g} of them that may be: "
+                "mend the data, or allow more if that many are expected"
+            )
+
+    def report(self) -> str:
+        """One paragraph for the run's log."""
+        return _describe(self.summary())
+
+
+def _describe(summary: Mapping[str, Json]) -> str:
+    total = sum(summary["reasons"].values())
+    parts = [f"{total:,} of {summary['read']:,} pairs skipped."]
+    for reason, count in summary["reasons"].items():
+        shown = [Skip(index, name, reason, error) for index, name, error in summary["examples"].get(reason, [])]
+        texts = [f"{s.name} (row {s.index})" + (f": {s.error}" if s.error else "") for s in shown]
+        parts.append(f"{reason}: {count:,}, such as " + "; ".join(texts))
+    return "\n  ".join(parts) if len(parts) > 2 else " ".join(parts)

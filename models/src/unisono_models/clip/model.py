@@ -1,0 +1,111 @@
+"""The model: two towers into one space, as one file of weights, one of settings and one of the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from unisono_models.clip.config import ClipConfig
+from unisono_models.clip.data.images import fit_picture
+from unisono_models.clip.text import CaptionTokenizer
+from unisono_models.clip.towers import ImageTower, TextTower
+from unisono_models.training.config_json import config_from_json, config_to_json
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+class Clip(nn.Module):
+    """Pictures and captions to features of unit length, whose dot products say how well they fit.
+
+    Example:
+        clip = Clip.from_pretrained("runs/clip-emoji/export")
+        pictures = clip.encode_images([Image.open("heart.png"), Image.open("dog.png")])
+        (clip.encode_texts(["a red heart"]) @ pictures.T).softmax(1)
+    """
+
+    def __init__(self, config: ClipConfig, tokenizer: CaptionTokenizer) -> None:
+        super().__init__()
+        self.config, self.tokenizer = config, tokenizer
+        self.image = ImageTower(config.image, config.width)
+        self.text = TextTower(config.text, config.width, vocabulary=tokenizer.vocabulary)
+        self.scale, self.bias = 1.0, 0.0  # of the logits, as learned: set when the model is exported
+
+    @torch.inference_mode()
+    def encode_images(self, images: Tensor | Sequence[Image]) -> Tensor:
+        """Features of pictures: uint8 of shape (n, 3, height, width), or of Pillow. Of any size; cropped to a square."""
+        size = self.config.image.size
+        if not isinstance(images, Tensor):
+            images = torch.stack([fit_picture(x, size) for x in images]) if images else torch.zeros(0, 3, size, size).byte()
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+            raise ValueError(f"encode_images: images: expected uint8 of shape (n, 3, h, w), got {images.dtype} {tuple(images.shape)}")
+        if len(images) and images.shape[2:] != (size, size):
+            from torchvision.transforms import v2
+
+            images = v2.functional.center_crop(v2.functional.resize(images, [size], antialias=True), [size, size])
+        parameter = next(self.parameters())
+        return F.normalize(self.image(images.to(parameter.device, parameter.dtype) / 255), dim=1)
+
+    @torch.inference_mode()
+    def encode_texts(self, captions: Sequence[str]) -> Tensor:
+        """Features of captions."""
+        return F.normalize(self.text(self.tokenizer(captions).to(next(self.parameters()).device)), dim=1)
+
+    def save_pretrained(self, folder: Path | str) -> None:
+        """Write the weights (safetensors), the settings and the tokenizer: all that from_pretrained needs."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({k: v.contiguous() for k, v in self.state_dict().items()}, folder / "model.safetensors")
+        text = replace(self.config.text, model="", config=json.loads(self.text.trunk.config.to_json_string(use_diff=False)))  # type: ignore[union-attr, operator]
+        config = replace(self.config, image=replace(self.config.image, pretrained=""), text=text)
+        settings = {"model": config_to_json(config), "scale": self.scale, "bias": self.bias}
+        (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        (folder / "tokenizer.json").write_text(self.tokenizer.to_json())
+
+    @classmethod
+    def from_pretrained(cls, name: Path | str, *, revision: str | None = None) -> Clip:
+        """A model from a folder, or from a repository of the Hugging Face hub if there is no such folder. In eval mode."""
+        folder = Path(name)
+        if not folder.is_dir():
+            folder = _downloaded(str(name), revision)
+        settings = json.loads((folder / "config.json").read_text())
+        config = config_from_json(ClipConfig, settings["model"])
+        tokenizer = CaptionTokenizer.from_json((folder / "tokenizer.json").read_text(), tokens=config.text.tokens)
+        clip = cls(config, tokenizer)
+        clip.load_state_dict(load_file(folder / "model.safetensors"))
+        clip.scale, clip.bias = settings["scale"], settings["bias"]
+        return clip.eval()
+
+    def push_to_hub(self, repository: str, *, private: bool = True) -> None:
+        """Upload the files of save_pretrained to the Hugging Face hub. from_pretrained(repository) brings them back."""
+        from tempfile import TemporaryDirectory
+
+        from huggingface_hub import HfApi
+
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            api = HfApi()
+            api.create_repo(repository, private=private, exist_ok=True)
+            api.upload_folder(repo_id=repository, folder_path=folder)
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
+    except HFValidationError as error:
+        raise FileNotFoundError(f"Clip.from_pretrained: {name}: no such folder, nor a name of the hub ({error})") from error
+    except Exception as error:  # the client's errors for "no such" and "cannot reach" have no common class
+        raise FileNotFoundError(f"Clip.from_pretrained: {name}: no such folder, and the hub does not give it: {error}") from error

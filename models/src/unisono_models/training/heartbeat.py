@@ -1,0 +1,155 @@
+"""Who still works: every rank says so once a second or so, and a rank that makes no progress shows where it hangs."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from types import TracebackType
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from unisono_models.training.ranks import Ranks
+from unisono_models.training.roll_call import RollCall, Word, call_the_roll
+from unisono_models.training.talk import RanksError
+
+
+class Heartbeat:
+    """Watches that this rank makes progress, and tells who does not when another lets it down. A context manager.
+
+    `beat(step)` costs next to nothing: threads of their own do the talking. After `timeout` seconds without a beat every
+    rank prints the stacks of its threads. If no beat comes in the next few seconds either, the process says who is missing
+    and exits with status 1, so that torchrun restarts the ranks or ends them. (A collective's own timeout, that of
+    start_ranks, often comes first. NCCL's kills the process without an exception: then the stacks are all there is.)
+
+    An exception in the block that another rank may have caused gets a note that says which rank is missing, and since when.
+
+    The time in which the process itself is stopped (Ctrl-Z) does not count. When torchrun is gone, the rank gets a SIGTERM.
+
+    Example:
+        with start_ranks(timeout=60) as ranks, Heartbeat(ranks, timeout=60) as heartbeat:
+            for step in range(steps):
+                ...
+                heartbeat.beat(step)
+    """
+
+    def __init__(self, ranks: Ranks, *, timeout: float = 300.0) -> None:
+        if timeout <= 0:
+            raise ValueError(f"Heartbeat: timeout={timeout}: must be above 0 seconds")
+        self.timeout, self.interval = timeout, min(max(timeout / 20, 0.2), 2.0)
+        self._ranks = ranks
+        self._roll = RollCall(ranks.rank, ranks.size) if ranks.size > 1 else None
+        self._step, self._progress, self._words = 0, time.monotonic(), 0
+        self._over, self._shown, self._ask = threading.Event(), threading.Event(), threading.Event()
+        self._saying = threading.Lock()
+        self._parent = os.getppid() if dist.is_torchelastic_launched() else None
+
+    def beat(self, step: int) -> None:
+        """Say that this rank has come to `step`. Also worth a call in the midst of long work that is no step."""
+        self._step, self._progress = step, time.monotonic()
+
+    def __enter__(self) -> Heartbeat:
+        self.beat(self._step)
+        if self._roll is not None:
+            self._say(self._roll, "runs")  # now, so that a rank that dies in the first second has a name
+            threading.Thread(target=self._talk, args=(self._roll,), name="heartbeat-talk", daemon=True).start()
+        threading.Thread(target=self._watch, name="heartbeat-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+        faulthandler.cancel_dump_traceback_later()
+        if self._roll is None:
+            return
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self._leave("ended")
+            return
+        summary = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        self._leave("failed", summary)
+        if isinstance(error, RuntimeError) and not isinstance(error, RanksError):  # all that collectives raise is one
+            error.add_note(f"{self._who()}:\n{call_the_roll(self._roll, pause=2.5 * self.interval)}")
+
+    def _who(self) -> str:
+        idle = time.monotonic() - self._progress
+        return f"rank {self._ranks.rank} on {socket.gethostname()} (pid {os.getpid()}), at step {self._step} for {idle:.1f} s"
+
+    def _say(self, roll: RollCall, state: Literal["runs", "ended", "failed"], error: str = "") -> None:
+        with self._saying:
+            if state != "runs" or not self._over.is_set():  # the last word stays the last
+                self._words += 1
+                idle = time.monotonic() - self._progress
+                roll.say(Word(socket.gethostname(), os.getpid(), self._step, idle, time.time(), self._words, state, error))
+
+    def _leave(self, state: Literal["ended", "failed"], error: str = "") -> None:
+        roll = self._roll
+        if roll is not None:
+            with suppress(TimeoutError):  # a lost store is told by who asks it, and is no reason to fail
+                roll.within(lambda: self._say(roll, state, error))
+
+    def _talk(self, roll: RollCall) -> None:
+        """Keep this rank's word fresh, and pass on the wish to see stacks. May hang for ever on a cut link."""
+        while not self._over.wait(self.interval):
+            with suppress(Exception):
+                self._say(roll, "runs")
+                if self._ask.is_set():
+                    roll.ask_for_stacks()
+                asker = roll.asked_for_stacks()
+                if asker is not None:
+                    self._show_stacks(f"asked by rank {asker}, which makes no progress")
+
+    def _watch(self) -> None:
+        """Tell when this rank makes no progress, and end it. Never waits for anyone."""
+        last = time.monotonic()
+        grace = min(max(self.timeout / 4, 3.0), 60.0)
+        while not self._over.wait(self.interval):
+            now = time.monotonic()
+            if now - last > self.interval + 5:
+                self._progress += now - last  # the process itself was stopped: nobody could make progress
+            last = now
+            if self._parent not in (None, os.getppid()):
+                self._parent = None
+                os.kill(os.getpid(), signal.SIGTERM)
+            with suppress(Exception):  # where stderr is no file. For a main thread that never lets go of the interpreter
+                faulthandler.dump_traceback_later(self.timeout + grace)
+            idle = now - self._progress
+            if idle > self.timeout and not self._ask.is_set():
+                self._ask.set()
+                self._show_stacks(f"no progress for {self.timeout:g} s")
+            if idle > self.timeout + grace:
+                self._give_up()
+
+    def _show_stacks(self, reason: str) -> None:
+        if not self._shown.is_set():
+            self._shown.set()
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            stacks = [
+                f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+                for ident, frame in sys._current_frames().items()
+                if not names.get(ident, "").startswith("heartbeat-")
+            ]
+            _print(f"{self._who()}: {reason}. Its stacks:", *stacks)
+
+    def _give_up(self) -> None:
+        found = call_the_roll(self._roll, pause=2.5 * self.interval) if self._roll else "it is the only rank"
+        if self._over.is_set():  # an exception has come meanwhile, and says more
+            return
+        try:
+            raise TimeoutError(f"{self._who()}: no progress, gives up.\n{found}")
+        except TimeoutError as error:
+            _print(str(error))
+            get_error_handler().record_exception(error)
+        os._exit(1)
+
+
+def _print(*lines: str) -> None:
+    """At once, so that the lines of several ranks do not mix."""
+    sys.stderr.write("\n".join(lines).rstrip() + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,96 @@
+"""A model over ranks, as the config says: DDP or FSDP2, mixed precision, activation checkpointing, compiled blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono_models.training.config import ParallelConfig
+from unisono_models.training.dropout import remembered
+from unisono_models.training.ranks import Ranks
+
+
+def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Module:
+    """The model, changed in place and wrapped, ready for training on `ranks`. Call it before making the optimizer.
+
+    The model is on its device, of the dtype that `dtype_of` says, with the same weights on every rank. Without a process
+    group it stays one, but may be checkpointed and compiled all the same.
+    """
+    blocks = list(repeated_blocks(model))
+    if config.checkpoint_activations:
+        _checkpoint(model, blocks)
+        blocks = list(repeated_blocks(model))
+    if config.compile:
+        for block in blocks:
+            block.compile(dynamic=True)
+    if not dist.is_initialized():
+        return model
+    if config.kind == "ddp":
+        on = [ranks.device] if ranks.device.type != "cpu" else None
+        return DistributedDataParallel(model, device_ids=on)
+    return _shard(model, blocks, config, ranks)
+
+
+def dtype_of(config: ParallelConfig) -> torch.dtype:
+    """Of the parameters."""
+    return torch.float64 if config.precision == "float64" else torch.float32
+
+
+def precision_of(config: ParallelConfig, ranks: Ranks) -> AbstractContextManager[object]:
+    """The context for forwards: autocast where the config asks for bfloat16 and FSDP2 does not see to it."""
+    if config.precision == "bfloat16" and (config.kind == "ddp" or not dist.is_initialized()):
+        return torch.autocast(ranks.device.type, torch.bfloat16)
+    return nullcontext()
+
+
+def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers a model is stacked from: what is sharded, checkpointed and compiled one by one.
+
+    Known by their place: members of a ModuleList or Sequential of one class that is not torch's own; the innermost such.
+    """
+    found = {}
+    for name, parent in model.named_modules():
+        if isinstance(parent, nn.ModuleList | nn.Sequential) and len({type(child) for child in parent}) == 1:
+            child = next(iter(parent))
+            if not type(child).__module__.startswith("torch.nn") and any(True for _ in child.parameters()):
+                found |= {f"{name}.{key}": member for key, member in parent.named_children()}
+    for name, block in found.items():
+        if not any(other.startswith(f"{name}.") for other in found):
+            yield block
+
+
+def _checkpoint(model: nn.Module, blocks: list[nn.Module]) -> None:
+    chosen = {id(block) for block in blocks}
+    wrap = partial(checkpoint_wrapper, context_fn=remembered, preserve_rng_state=False)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: id(module) in chosen)
+
+
+def _shard(model: nn.Module, blocks: list[nn.Module], config: ParallelConfig, ranks: Ranks) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes as long to import as torch
+
+    low = config.precision == "bfloat16"
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if low else MixedPrecisionPolicy()
+    mesh = _mesh(config, ranks)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh:
+    kind = ranks.device.type
+    if config.kind == "fsdp":
+        return init_device_mesh(kind, (ranks.size,))
+    shard = config.shard or int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    if ranks.size % shard:
+        raise ValueError(f"parallel.shard: {shard} ranks to a copy do not divide the {ranks.size} ranks there are")
+    return init_device_mesh(kind, (ranks.size // shard, shard), mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,160 @@
+"""report.html: what a run did, on one page that carries its pictures in itself and needs no network."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from unisono_models.training.config_json import read_json
+from unisono_models.training.html_parts import Row, data_link, number, pairs, picture, table
+from unisono_models.training.metrics_file import read_metrics
+from unisono_models.training.plots import draw_plots, readable, write_plots
+from unisono_models.training.run_directory import RunDirectory, read_config, read_provenance, replace_file
+from unisono_models.training.talk import Json, together
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a page of ours loads nothing and runs nothing
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture file for the report, and what to say under it."""
+
+    path: Path
+    caption: str
+
+
+def write_report(
+    run: RunDirectory,
+    *,
+    title: str,
+    intro: str,
+    pictures: Sequence[Picture] = (),
+    tables: Mapping[str, Sequence[Row]] | None = None,
+    notes: Sequence[str] = (),
+    summary: Mapping[str, float] | None = None,
+    highlights: Sequence[str] = (),
+) -> Path:
+    """Write report.html into the run's directory, and its curves into plots/: the path of the report.
+
+    intro: paragraphs, with an empty line between. pictures: shown in order, copied into the page. tables: rows by heading; a
+    row is a mapping from column to value. notes: at the end, such as licences. summary: the final metrics; None takes
+    summary.json, or the last evaluation. highlights: names in it to be shown large; none takes the first four.
+
+    Every rank calls this; rank 0 writes. Best before run.finish: a finished run then has its report.
+
+    Example:
+        write_report(run, title="Emoji by their names", intro="…", pictures=[Picture(grid, "Typed words, and what was found")])
+    """
+    path = run.path / "report.html"
+    with together("write_report"):
+        if run.first:
+            write_plots(run.path, run.plots)
+            lines = read_metrics(run.path)
+            final = _final(run.path, lines) if summary is None else dict(summary)
+            body = [
+                _header(title, intro, run.path),
+                _highlights(final, highlights),
+                _section("Samples", "".join(picture(p.path, p.caption) for p in pictures), "pictures"),
+                *(_section(heading, table(rows)) for heading, rows in (tables or {}).items() if rows),
+                _section("Curves", _curves(lines), "curves"),
+                _section("Final metrics", pairs({readable(name): value for name, value in final.items()}) if final else ""),
+                _reproduction(run.path),
+                _section("Notes", _notes(notes)),
+                "<footer>Written by unisono-models.</footer>",
+            ]
+            replace_file(path, _page(title, "\n".join(part for part in body if part)))
+    return path
+
+
+def _page(title: str, body: str) -> str:
+    style = resources.files(__package__).joinpath("report.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _header(title: str, intro: str, path: Path) -> str:
+    saved, starts = read_config(path), read_provenance(path)["starts"]
+    facts = {"model": saved["model"], "recipe": saved["recipe"]}
+    run = saved["config"].get("run", {})
+    facts |= {name: number(run[name]) for name in ("steps", "seed") if name in run}
+    if starts:
+        last = starts[-1]
+        facts |= {"ranks": number(last["world_size"]), "device": last["machine"]["device"]}
+        facts["started"] = starts[0]["time"][:16].replace("T", " ")
+        if last["git"]:
+            facts["commit"] = last["git"]["commit"][:10] + (" with changes" if last["git"]["dirty"] else "")
+    chips = "".join(f"<li><span>{escape(name)}</span> <b>{escape(str(value))}</b></li>" for name, value in facts.items())
+    paragraphs = "".join(f"<p>{escape(part.strip())}</p>" for part in intro.split("\n\n") if part.strip())
+    return f'<header><h1>{escape(title)}</h1>{paragraphs}<ul class="facts">{chips}</ul></header>'
+
+
+def _highlights(final: Mapping[str, float], chosen: Sequence[str]) -> str:
+    names = [name for name in chosen if name in final] or list(final)[:4]
+    cards = [f"<div><dt>{escape(readable(name))}</dt><dd>{escape(number(final[name]))}</dd></div>" for name in names]
+    return f'<dl class="numbers">{"".join(cards)}</dl>' if cards else ""
+
+
+def _curves(lines: Sequence[dict[str, Json]]) -> str:
+    light, dark = draw_plots(lines, theme="light"), draw_plots(lines, theme="dark")
+    return "".join(
+        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{data_link(dark[name])}">'
+        f'<img src="{data_link(content)}" alt="{escape(readable(name))} over steps"></picture></figure>'
+        for name, content in light.items()
+    )
+
+
+def _reproduction(path: Path) -> str:
+    """The commands that run it again, its config and where it came from."""
+    saved, starts = read_config(path), read_provenance(path)["starts"]
+    folder = shlex.quote(str(path))
+    again = f"python -m unisono_models.training.reproduce {folder}"
+    parts = [
+        "<p>Run it again and compare the numbers, which are bitwise the same on the same machine with as many ranks:</p>",
+        f"<pre>{escape(again)}</pre>",
+    ]
+    if starts:
+        ranks = starts[-1]["world_size"]
+        runner = f"torchrun --standalone --nproc-per-node {ranks} -m" if starts[-1]["torchrun"] else "python -m"
+        train = f"{runner} unisono_models.{saved['model']}.train --config {folder}/config.json --run.dir {folder}-again"
+        parts += ["<p>Or only run it:</p>", f"<pre>{escape(train)}</pre>"]
+    flat = {name: json.dumps(value, ensure_ascii=False) for name, value in _flat(saved["config"]).items()}
+    parts.append(f"<details><summary>Configuration</summary>{pairs(flat, code=True)}</details>")
+    for place, start in enumerate(starts, 1):
+        heading = "Provenance" if len(starts) == 1 else f"Provenance of start {place} of {len(starts)}"
+        shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in _flat(start).items()}
+        parts.append(f"<details><summary>{heading}</summary>{pairs(shown, code=True)}</details>")
+    return _section("How to reproduce", "".join(parts))
+
+
+def _notes(notes: Sequence[str]) -> str:
+    return '<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>" if notes else ""
+
+
+def _section(heading: str, content: str, kind: str = "") -> str:
+    if not content:
+        return ""
+    inner = f'<div class="{kind}">{content}</div>' if kind else content
+    return f"<section><h2>{escape(heading)}</h2>{inner}</section>"
+
+
+def _final(path: Path, lines: Sequence[dict[str, Json]]) -> dict[str, float]:
+    if (path / "summary.json").exists():
+        return dict(read_json(path / "summary.json"))
+    evaluations = [line for line in lines if line["kind"] == "evaluation"]
+    return {name: value for name, value in evaluations[-1].items() if name not in ("kind", "step")} if evaluations else {}
+
+
+def _flat(value: Json, where: str = "") -> dict[str, Json]:
+    """Nested objects as one, by dotted names."""
+    if not isinstance(value, dict) or not value:
+        return {where: value}
+    return {name: item for key in value for name, item in _flat(value[key], f"{where}.{key}" if where else key).items()}

@@ -1,0 +1,223 @@
+"""The directory of a run: which one it is, whether it is continued, and what is kept in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Protocol
+
+from unisono_models.training.config import RunConfig
+from unisono_models.training.config_json import config_to_json, read_json
+from unisono_models.training.provenance import describe_start
+from unisono_models.training.run_lock import lock_run
+from unisono_models.training.talk import Json, hear, tell, together
+
+if TYPE_CHECKING:
+    from unisono_models.training.ranks import Ranks
+
+# Fields that say where a start of the run is, how far it goes and how long it waits, not what is computed. Any start may have
+# its own; the first two are not kept, so that a run can be moved, and run again elsewhere.
+NOT_KEPT = ("dir", "stop_after")
+NOT_COMPARED = ("run.dir", "run.stop_after", "run.timeout")
+
+
+class Config(Protocol):
+    """What open_run needs of a model's config: a frozen dataclass that has the fields of the run under `run`."""
+
+    @property
+    def run(self) -> RunConfig: ...
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """A run's directory, the same on every rank.
+
+    config.json, provenance.json, metrics.jsonl, tensorboard/, plots/, samples/, checkpoints/, export/, report.html; and
+    summary.json, which is written last: a run that has it is finished.
+    """
+
+    path: Path
+    resumes: bool
+    """Whether an earlier start of this run is continued. There may be no checkpoint yet, all the same."""
+    first: bool
+    """Whether this is rank 0, the one that writes."""
+    lock: IO[str] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    def finish(self, summary: Mapping[str, float]) -> None:
+        """Keep `summary`, by which the run is finished: it will not be continued. To be called last, on every rank."""
+        with together("RunDirectory.finish"):
+            if self.first:
+                replace_file(self.path / "summary.json", _pretty(dict(summary)))
+            if self.lock is not None:
+                self.lock.close()
+
+
+def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDirectory:
+    """The directory of the run that `config` describes: a new one, or that of the same run if it was interrupted.
+
+    Without config.run.dir it is runs/{model}-{recipe}, or the first of runs/{model}-{recipe}-2, -3, … that is free or holds an
+    unfinished run of the same config. With it, it is that one. The number of ranks may differ from that of the earlier start.
+    Every rank calls this; rank 0 decides.
+
+    Raises, on all ranks: FileExistsError if config.run.dir holds a finished run, a run of another config (the fields are
+    named), or something else; BlockingIOError if another process is at work in it. With several ranks: RanksError that says so.
+
+    Example:
+        run = open_run(config, model="clip", recipe="emoji", ranks=ranks)
+        checkpoints = Checkpoints(run.checkpoints)
+    """
+    hosts = hear(platform.node())
+    path, resumes, lock = Path(), False, None
+    with together("open_run"):
+        if ranks.first:
+            saved = {"model": model, "recipe": recipe, "config": config_to_json(config)}
+            path, resumes, lock = _take(config.run.dir, saved)
+            if not resumes:
+                saved["config"]["run"] |= {name: None for name in NOT_KEPT if name in saved["config"]["run"]}
+                replace_file(path / "config.json", _pretty(saved))
+            for name in ("plots", "samples", "checkpoints", "export"):
+                (path / name).mkdir(exist_ok=True)
+            starts = read_provenance(path)["starts"] if resumes else []
+            starts.append(describe_start(world_size=ranks.size, hosts=hosts))
+            replace_file(path / "provenance.json", _pretty({"seed": config.run.seed, "starts": starts}))
+    path, resumes = tell([str(path), resumes])
+    return RunDirectory(Path(path), resumes, ranks.first, lock)
+
+
+def config_differences(old: Json, new: Json) -> list[str]:
+    """The dotted names of the fields in which two configs, as JSON, differ; run.dir and its like are none.
+
+    Example:
+        >>> config_differences({"run": {"seed": 0, "dir": "a"}}, {"run": {"seed": 1, "dir": "b"}})
+        ['run.seed']
+    """
+    return [name for name in _differences(old, new, "") if name not in NOT_COMPARED]
+
+
+def read_config(path: Path) -> Json:
+    """What config.json in the run directory `path`, or the file `path`, says: {"model": …, "recipe": …, "config": {…}}."""
+    file = path / "config.json" if path.is_dir() else path
+    saved = read_json(file)
+    if not isinstance(saved, dict) or set(saved) != {"model", "recipe", "config"} or not isinstance(saved["config"], dict):
+        raise ValueError(f'{file} is not the config of a run: it needs "model", "recipe" and "config"')
+    return saved
+
+
+def read_provenance(path: Path) -> Json:
+    """What provenance.json in the run directory `path` says: {"seed": …, "starts": […]}. No starts if it cannot be read."""
+    try:
+        found = json.loads((path / "provenance.json").read_text())
+    except (OSError, ValueError):
+        found = None
+    return found if isinstance(found, dict) and isinstance(found.get("starts"), list) else {"seed": None, "starts": []}
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write `content` as the whole of `path`, at once: whoever reads it, even after a kill, sees the old or the new."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _take(given: Path | None, saved: Json) -> tuple[Path, bool, IO[str] | None]:
+    """The directory, whether the run in it is continued, and the lock by which it is ours."""
+    while True:
+        path, _ = _choose(given, saved)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = lock_run(path)
+        again, resumes = _choose(given, saved)  # while we waited for it, it may have become another run's, or finished
+        if again == path:
+            return path, resumes, lock
+        if lock is not None:
+            lock.close()
+
+
+def _choose(given: Path | None, saved: Json) -> tuple[Path, bool]:
+    """The directory, and whether the run in it is continued."""
+    if given is not None:
+        path = Path(given).absolute()
+        obstacle = _obstacle(path, saved)
+        if obstacle:
+            raise FileExistsError(f"open_run: --run.dir {given} {obstacle}")
+        return path, (path / "config.json").exists()
+    number = 1
+    while True:
+        name = f"{saved['model']}-{saved['recipe']}" + (f"-{number}" if number > 1 else "")
+        path = Path("runs", name).absolute()
+        if not _obstacle(path, saved):
+            return path, (path / "config.json").exists()
+        number += 1
+
+
+def _obstacle(path: Path, saved: Json) -> str:
+    """Why the run `saved` can neither begin nor go on in `path`; empty if it can."""
+    if not path.exists():
+        return ""
+    if not path.is_dir():
+        return "is a file: choose another"
+    if not (path / "config.json").exists():
+        others = sorted(name for name in os.listdir(path) if name != ".lock" and not name.endswith(".partial"))
+        return f"is not empty and not a run (it holds {', '.join(others[:3])}): choose another" if others else ""
+    if (path / "summary.json").exists():
+        return "holds a finished run: choose another, or remove it to run again"
+    try:
+        old = read_config(path)
+    except ValueError as error:
+        return f"holds a run whose config cannot be read ({error}): choose another"
+    if (old["model"], old["recipe"]) != (saved["model"], saved["recipe"]):
+        return f"holds a run of {old['model']} {old['recipe']}, this is {saved['model']} {saved['recipe']}: choose another"
+    different = config_differences(old["config"], saved["config"])
+    if different:
+        shown = ", ".join(
+            f"{name} ({_get(old['config'], name)} there, {_get(saved['config'], name)} here)" for name in different
+        )
+        return (
+            f"holds an unfinished run of another config. Differing: {shown}. Choose another, or the same config to continue it"
+        )
+    return ""
+
+
+def _differences(old: Json, new: Json, where: str) -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        names = [*old, *(name for name in new if name not in old)]
+        nothing = object()
+        pairs = [(f"{where}{name}", old.get(name, nothing), new.get(name, nothing)) for name in names]
+        return [found for name, a, b in pairs for found in (_differences(a, b, f"{name}.") if a is not b else [])]
+    numbers = type(old) in (int, float) and type(new) in (int, float)
+    same = old == new if numbers else repr(old) == repr(new)
+    return [] if same else [where.rstrip(".")]
+
+
+def _get(config: Json, name: str) -> str:
+    for part in name.split("."):
+        if not isinstance(config, dict) or part not in config:
+            return "absent"
+        config = config[part]
+    return json.dumps(config)
+
+
+def _pretty(value: Json) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
