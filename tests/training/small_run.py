@@ -1,6 +1,6 @@
 """A small real run with all that survives faults, and the faults: what test_faults.py and test_two_hosts.py start by torchrun.
 
-    torchrun --standalone --nproc-per-node 2 tests/training/small_run.py --dir /tmp/run --fault kill:1:7
+torchrun --standalone --nproc-per-node 2 tests/training/small_run.py --dir /tmp/run --fault kill:1:7
 """
 
 import argparse
@@ -32,14 +32,13 @@ def main() -> None:
         start_ranks(timeout=args.timeout) as ranks,
         Stopping() as stopping,
         Heartbeat(ranks, timeout=args.patience) as heartbeat,
+        Checkpoints(args.dir / "checkpoints", timeout=args.timeout) as checkpoints,
     ):
         torch.manual_seed(SEED)
         net = Mlp()
         model = DistributedDataParallel(net) if dist.is_initialized() else net
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        checkpoints = Checkpoints(args.dir / "checkpoints")
-        loaded = checkpoints.load(model, optimizer)
-        first = loaded[0] if loaded else 0
+        first, _ = checkpoints.load(model, optimizer) or (0, None)
         if ranks.first:
             print(f"starts at step {first} on {ranks.size} ranks", flush=True)
         for step in range(first, args.steps):
@@ -62,7 +61,6 @@ def main() -> None:
             if stop:
                 break
             time.sleep(args.pace)
-        checkpoints.wait()
         if ranks.first:
             print(f"ends after step {step + 1}{f', told by {stopping.told}' if stopping.told else ''}", flush=True)
 
@@ -77,13 +75,16 @@ class Mlp(nn.Module):
 
 
 def suffer(args: argparse.Namespace, rank: int, step: int) -> None:
-    """The fault, if it is due on this rank: once in the life of the run directory."""
-    if args.fault is None:
-        return
-    kind, victim, when = args.fault.split(":")
-    if int(victim) != rank or int(when) != step or (args.dir / "fault").exists():
-        return
-    (args.dir / "fault").write_text(str(os.getpid()))
+    """The faults that are due on this rank: each once in the life of the run directory."""
+    for fault in args.fault:
+        kind, victim, when = fault.split(":")
+        done = args.dir / f"{kind}.pid"
+        if int(victim) == rank and int(when) == step and not done.exists():
+            done.write_text(str(os.getpid()))
+            happen(kind)
+
+
+def happen(kind: str) -> None:
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
@@ -104,7 +105,7 @@ def suffer(args: argparse.Namespace, rank: int, step: int) -> None:
 
         commits.replace_file = die_instead
     else:
-        raise ValueError(f"--fault {args.fault}: no such kind")
+        raise ValueError(f"--fault {kind}: no such kind")
 
 
 def parse() -> argparse.Namespace:
@@ -115,7 +116,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=30, help="of collectives")
     parser.add_argument("--patience", type=float, default=30, help="of the watchdog")
     parser.add_argument("--pace", type=float, default=0, help="seconds to sleep after each step")
-    parser.add_argument("--fault", help="kind:rank:step")
+    parser.add_argument("--fault", action="append", default=[], help="kind:rank:step")
     args = parser.parse_args()
     args.dir.mkdir(parents=True, exist_ok=True)
     return args

@@ -1,4 +1,4 @@
-"""Augmentation of a batch of pictures, in a few operations for all of it; what a sample gets depends on nobody else in the batch."""
+"""Augmentation of a batch of pictures in a few operations. What one gets depends on no other in the batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AugmentConfig:
 def augment(images: Tensor, *, seed: int, epoch: int, index: Tensor, config: AugmentConfig) -> Tensor:
     """`images`, uint8 (n, 3, height, width), changed at random: float32 in [0, 1].
 
-    A picture's changes depend on (seed, epoch, its index) and the config alone: not on its row, its rank, or the other pictures.
+    A picture's changes depend on (seed, epoch, its index) and the config alone: not on its row, its rank, or the others.
 
     Example:
         >>> pictures = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
@@ -76,7 +76,9 @@ def _move(pictures: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
     # from a place in the result to the place in the source: shift back, turn back, scale back
     cos, sin = torch.cos(angle), torch.sin(angle)
     across, down = mirror / (scale * aspect), aspect / scale
-    rows = torch.stack([across * cos, across * sin, -across * (cos * x + sin * y), -down * sin, down * cos, down * (sin * x - cos * y)], 1)
+    rows = torch.stack(
+        [across * cos, across * sin, -across * (cos * x + sin * y), -down * sin, down * cos, down * (sin * x - cos * y)], 1
+    )
     grid = affine_grid(rows.view(-1, 2, 3), list(pictures.shape), align_corners=False)
     return config.margin + grid_sample(pictures - config.margin, grid, align_corners=False)
 

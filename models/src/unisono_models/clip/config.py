@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.constructors import PrimitiveConstructorSpec
 
+from unisono_models.clip.augment import AugmentConfig
 from unisono_models.training.config import CheckpointConfig, ParallelConfig, RunConfig
 
 JsonDict = Annotated[
@@ -134,6 +135,16 @@ class DataConfig:
     """Of the emoji. vendor: OpenMoji is held out. drawing: one drawing of each concept is. Unseen concepts are held out in both."""
     languages: tuple[str, ...] = ("en",)
     """Of the captions of the emoji."""
+    words: Literal["names", "names and aliases"] = "names"
+    """Of the emoji: what their captions are."""
+    toned: float = 1.0
+    """How often an emoji with a skin tone comes in an epoch: half of all have one."""
+    image: str | None = None
+    """Column or field of other data that has the picture. None: the usual names."""
+    caption: str | None = None
+    """The same of the caption."""
+    concept: str | None = None
+    """The same of what says that two pairs show the same thing. None: equal captions do."""
     held_out: float = 0.05
     """Part of the concepts of other data that is kept for evaluation."""
     workers: int = 0
@@ -149,6 +160,7 @@ class Config:
     run: RunConfig
     model: ClipConfig = field(default_factory=ClipConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

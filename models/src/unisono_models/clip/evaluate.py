@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from unisono.collectives import all_gather, global_mean
 from unisono.contrastive import retrieval_metrics
-from unisono_models.clip.data.pairs import Pairs, TestSet
+from unisono_models.clip.data.pairs import Pairs
+from unisono_models.clip.data.test_sets import TestSet
 from unisono_models.training.ranks import Ranks
 
 TEMPLATES = ("{}", "an emoji of {}", "a drawing of {}", "something of the kind {}")
@@ -59,6 +60,11 @@ class Encoder:
         return features
 
 
+def prompts_for(classes: Sequence[str]) -> list[str]:
+    """What a picture of each class might be called: the same number of prompts for each, one class after the other."""
+    return [template.format(label) for label in classes for template in TEMPLATES]
+
+
 @torch.no_grad()
 def evaluate(encoder: Encoder, tests: Mapping[str, TestSet]) -> dict[str, float]:
     """The figures of each test, by "test/task/figure": the same on every rank, and for any number of ranks.
@@ -76,8 +82,7 @@ def evaluate(encoder: Encoder, tests: Mapping[str, TestSet]) -> dict[str, float]
             queries = encoder.pairs(test.queries)[0]
             figures |= _one_way(f"{name}/image_to_image", retrieval_metrics(queries, images, ids=concepts))
         if test.classes:
-            prompts = [template.format(label) for label in test.classes for template in TEMPLATES]
-            classes = F.normalize(encoder.captions(prompts).unflatten(0, (len(test.classes), -1)).mean(1), dim=1)
+            classes = F.normalize(encoder.captions(prompts_for(test.classes)).unflatten(0, (len(test.classes), -1)).mean(1), dim=1)
             truth = torch.tensor([test.class_of[c] for c in concepts.tolist()], device=images.device)
             right = ((images @ classes.T).argmax(1) == truth).to(images.dtype)
             figures[f"{name}/zero_shot/accuracy"] = float(global_mean(right))

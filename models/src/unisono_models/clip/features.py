@@ -8,10 +8,18 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import all_gather
+from unisono_models.clip.evaluate import prompts_for
 from unisono_models.clip.model import Clip
+from unisono_models.clip.source import Source
 from unisono_models.training.ranks import Ranks
 
 ROWS = 64  # captions in a forward. Fixed, and whole ones go to ranks: how many ranks there are changes no bit of a feature
+
+
+def known_captions(source: Source) -> list[str]:
+    """All captions that a run will meet: those it trains on, those of its tests, and the prompts of zero-shot classes."""
+    tested = [text for test in source.tests.values() for text in test.pairs.captions(range(len(test.pairs)))]
+    return [*source.captions, *tested, *(text for test in source.tests.values() for text in prompts_for(test.classes))]
 
 
 class CaptionFeatures:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -66,11 +66,15 @@ class Clip(nn.Module):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_file({k: v.contiguous() for k, v in self.state_dict().items()}, folder / "model.safetensors")
-        text = replace(self.config.text, model="", config=json.loads(self.text.trunk.config.to_json_string(use_diff=False)))  # type: ignore[union-attr, operator]
-        config = replace(self.config, image=replace(self.config.image, pretrained=""), text=text)
-        settings = {"model": config_to_json(config), "scale": self.scale, "bias": self.bias}
+        settings = {"model": config_to_json(self.portable_config()), "scale": self.scale, "bias": self.bias}
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         (folder / "tokenizer.json").write_text(self.tokenizer.to_json())
+
+    def portable_config(self) -> ClipConfig:
+        """The config of the same model without the places that its first weights came from."""
+        trunk: Any = self.text.trunk
+        text = replace(self.config.text, model="", config=json.loads(trunk.config.to_json_string(use_diff=False)))
+        return replace(self.config, image=replace(self.config.image, pretrained=""), text=text)
 
     @classmethod
     def from_pretrained(cls, name: Path | str, *, revision: str | None = None) -> Clip:

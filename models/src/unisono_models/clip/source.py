@@ -1,8 +1,8 @@
-"""The data of a run, as the config says: what is trained on, all captions of it, and the tests."""
+"""The data of a run, as the config says: what is trained on, captions to learn words from, and the tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono_models.clip.config import DataConfig
@@ -10,16 +10,54 @@ from unisono_models.clip.data.emoji_concepts import ART, list_emoji
 from unisono_models.clip.data.emoji_drawings import load_drawings
 from unisono_models.clip.data.emoji_groups import GROUPS
 from unisono_models.clip.data.emoji_splits import emoji_splits
-from unisono_models.clip.data.pairs import Pairs, TestSet
+from unisono_models.clip.data.pairs import Pairs
+from unisono_models.clip.data.sources import open_pairs
+from unisono_models.clip.data.splits import split_pairs
+from unisono_models.clip.data.test_sets import TestSet
 from unisono_models.training.ranks import Ranks
 from unisono_models.training.talk import together
+
+CAPTIONS = 200_000  # as many are enough to train a tokenizer on
 
 
 @dataclass(frozen=True)
 class Source:
-    """What there is to learn from and to be tested on. `captions`: those of `train`. `notes`: licences, for the report."""
+    """What there is to learn from and to be tested on."""
 
     train: Pairs
-    captions: Iterable[str]
+    captions: Sequence[str]
+    """Of what is trained on, or of the first of it."""
+    complete: bool
+    """Whether `captions` are all that training will meet."""
     tests: dict[str, TestSet]
+    weights: Sequence[float] | None = None
+    """How often each pair of `train` comes. None: alike."""
     notes: tuple[str, ...] = ()
+    """Licences and damages, for the report."""
+
+
+def open_source(config: DataConfig, *, size: int, seed: int, ranks: Ranks) -> Source:
+    """Open the data on all ranks together. Emoji are rendered by one rank of each host, once, and kept in the user's cache."""
+    if config.source == "emoji":
+        return _open_emoji(config, size, ranks)
+    pairs = open_pairs(config.source, image=config.image, caption=config.caption, concept=config.concept)
+    train, held_out = split_pairs(pairs, config.held_out, seed)
+    some = range(min(len(train), CAPTIONS))
+    with together("open_source"):
+        captions = train.captions(some)
+    return Source(train, captions, len(some) == len(train), {"held_out": TestSet(held_out)}, notes=train.notes)
+
+
+def _open_emoji(config: DataConfig, size: int, ranks: Ranks) -> Source:
+    with together("open_source"):
+        if ranks.local_rank == 0:
+            load_drawings(size)
+    with together("open_source"):
+        splits = emoji_splits(config.split, languages=config.languages, words=config.words)
+        load_drawings(size)
+    classes = {concept.id: GROUPS.index(concept.group) for concept in list_emoji()[0]}
+    tests = {name: TestSet(test.pairs, test.queries, GROUPS, classes) for name, test in splits.tests.items()}
+    captions = [caption for _, caption in splits.train.rows]
+    weights = [config.toned if splits.train.concept(row).toned else 1.0 for row in range(len(splits.train))]
+    notes = tuple(f"{art.name}, {art.licence}, {art.source}" for art in ART.values())
+    return Source(splits.train, captions, True, tests, weights, notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from unisono_models.clip.config import TextConfig
 from unisono_models.clip.weights import text_folder
+from unisono_models.training.ranks import Ranks
+from unisono_models.training.run_directory import replace_file
+from unisono_models.training.talk import tell, together
 
 
 class CaptionTokenizer:
@@ -80,3 +84,14 @@ def _trained(captions: Iterable[str], vocabulary: int) -> Any:
     ends = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
     return tokenizer
+
+
+def shared_tokenizer(config: TextConfig, captions: Iterable[str], path: Path, ranks: Ranks) -> CaptionTokenizer:
+    """The tokenizer of a run, the same on all ranks and after a restart: rank 0 makes it, and keeps it in `path`."""
+    text = ""
+    with together("shared_tokenizer"):
+        if ranks.first:
+            if not path.exists():
+                replace_file(path, make_tokenizer(config, captions).to_json())
+            text = path.read_text()
+    return CaptionTokenizer.from_json(tell(text), tokens=config.tokens)

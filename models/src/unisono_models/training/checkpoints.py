@@ -6,20 +6,22 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from unisono.collectives import Group, all_gather, exchange_sizes
+from unisono.collectives import all_gather, exchange_sizes
 from unisono.collectives.groups import resolve
 from unisono_models.training import commits
 from unisono_models.training.commits import Commit
@@ -30,6 +32,7 @@ from unisono_models.training.talk import Json, RanksError
 from unisono_models.training.tensor_index import Entry, read_index
 
 _STATE = "state.json"
+_WAY_OUT = 10.0  # seconds that a run which has failed leaves the save that is under way
 
 
 class Checkpoints:
@@ -73,16 +76,17 @@ class Checkpoints:
         """Why saves failed, the same on every rank."""
         self._keep, self._best = keep, best
         self._report = report or _print
-        self._group: Group = None
+        self._group: Any = None  # a ProcessGroup
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         else:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
         self._rank, self._size = resolve(self._group).rank, resolve(self._group).size
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: tuple[int, Future[str]] | None = None
+        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, futures.Future[str]] | None = None
         self._staged: dict[str, Tensor] = {}
         self._broken: list[str] = []
+        self._notes: list[str] = []  # for `report`, which is the main thread's
 
     def save(
         self,
@@ -116,6 +120,8 @@ class Checkpoints:
             if self._rank == 0:
                 good = next((path.name for path in commits.list_steps(self.directory) if commits.is_committed(path)), "none")
                 self._report(f"CHECKPOINT NOT SAVED, step {step}: {failure}. Training goes on; the newest checkpoint: {good}")
+        while self._notes:
+            self._report(self._notes.pop(0))
 
     def load(self, model: nn.Module, optimizers: Optimizers, *, extra: Extra | None = None) -> tuple[int, Json] | None:
         """Load the newest good checkpoint; returns its step and `state`, or None if there is none.
@@ -132,11 +138,9 @@ class Checkpoints:
         step, path, index, values, state = chosen
         with self._together(f"load {path}"):
             targets = Targets(model, optimizers, extra or {}, index, values)
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            dcp.load(
-                targets.tensors, storage_reader=ShardReader(path, index), planner=planner, process_group=self._process_group()
-            )
+            load(targets.tensors, storage_reader=ShardReader(path, index), planner=planner, process_group=self._group)
         except CheckpointException as error:  # raised on all ranks; a BaseException, which no one expects
             raise RanksError(f"load {path}: {_explain(error)}") from error
         targets.install()
@@ -147,7 +151,7 @@ class Checkpoints:
         self.wait()
         self._thread.shutdown()
         if self._group is not None:
-            dist.destroy_process_group(self._process_group())
+            dist.destroy_process_group(self._group)
             self._group = None
 
     def __enter__(self) -> Checkpoints:
@@ -157,7 +161,8 @@ class Checkpoints:
         if error[0] is None:
             self.close()
         else:
-            self._thread.shutdown(wait=False)  # the others may be gone; what is under way is finished or fails by itself
+            futures.wait([self._pending[1]] if self._pending else [], timeout=_WAY_OUT)  # the other ranks may be gone
+            self._thread.shutdown(wait=False)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's part of each tensor into buffers that are kept from save to save."""
@@ -180,7 +185,7 @@ class Checkpoints:
                 if self._rank == 0:
                     commits.begin(path)
             writer = ShardWriter(path)
-            dcp.save(tensors, storage_writer=writer, planner=StagedPlanner(self._staged), process_group=self._process_group())
+            save(tensors, storage_writer=writer, planner=StagedPlanner(self._staged), process_group=self._group)
             files = {name: held for rank in self._hear(writer.written) for name, held in rank.items()}
             with self._together("commit"):
                 if self._rank == 0:
@@ -195,7 +200,7 @@ class Checkpoints:
             try:
                 commits.prune(self.directory, newest=path, keep=self._keep, best=self._best, broken=self._broken)
             except OSError as error:
-                self._report(f"old checkpoints could not be removed: {error}")
+                self._notes.append(f"old checkpoints could not be removed: {error}")
         return ""
 
     def _choose(self) -> tuple[int, Path, dict[str, Entry], Json, Json] | None:
@@ -220,10 +225,6 @@ class Checkpoints:
             if self._rank == 0:
                 self._report(f"checkpoint {path} passed over: {'; '.join(found)}")
         return None
-
-    def _process_group(self) -> dist.ProcessGroup | None:
-        assert self._group is None or isinstance(self._group, dist.ProcessGroup)
-        return self._group
 
     def _hear(self, value: Json) -> list[Json]:
         """The value of every rank, through the group of this object."""

@@ -50,7 +50,7 @@ def list_steps(directory: Path) -> list[Path]:
 
 
 def write_commit(path: Path, commit: Commit) -> None:
-    """Make `path` a checkpoint, at once and for good. All its files are there, as `commit` says, or an error says which is not."""
+    """Make `path` a checkpoint, at once and for good, if its files are there as `commit` says."""
     for name, (size, _) in commit.files.items():
         if not (path / name).is_file() or (path / name).stat().st_size != size:
             raise OSError(f"{path / name} is not what its rank wrote: is {path.parent} one directory, shared by all hosts?")

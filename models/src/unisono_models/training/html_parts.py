@@ -18,8 +18,9 @@ def table(rows: Sequence[Row]) -> str:
     numeric = {name for name in columns if all(_is_number(row.get(name, 0)) for row in rows)}
     heads = "".join(f"<th{_class(name in numeric)}>{escape(name)}</th>" for name in columns)
     lines = []
-    for row in rows:
-        cells = [f"<td{_class(name in numeric)}>{escape(number(row.get(name, '')))}</td>" for name in columns]
+    texts = {name: _aligned([row.get(name, "") for row in rows]) for name in columns}
+    for i in range(len(rows)):
+        cells = [f"<td{_class(name in numeric)}>{escape(texts[name][i])}</td>" for name in columns]
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
@@ -61,6 +62,17 @@ def number(value: object) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def _aligned(values: Sequence[object]) -> list[str]:
+    """A column: as many decimals in each as the longest has, if they are shares and the like."""
+    texts = [number(value) for value in values]
+    if all(
+        isinstance(value, float) and abs(value) < 1000 and "e" not in text for value, text in zip(values, texts, strict=True)
+    ):
+        decimals = max(len(text.partition(".")[2]) for text in texts)
+        return [f"{value:.{decimals}f}" for value in values]
+    return texts
 
 
 def _is_number(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -35,6 +36,8 @@ def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Mo
     if not dist.is_initialized():
         return model
     if config.kind == "ddp":
+        # said of depthwise convolutions, whose gradients have a dimension of one element with a stride of its own
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         on = [ranks.device] if ranks.device.type != "cpu" else None
         return DistributedDataParallel(model, device_ids=on)
     return _shard(model, blocks, config, ranks)

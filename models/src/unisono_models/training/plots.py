@@ -35,18 +35,17 @@ class Panel:
     marks: dict[str, Points] = field(default_factory=dict)
 
 
-def write_plots(metrics: Path, folder: Path, *, theme: Theme = "light") -> list[Path]:
-    """Draw the curves of the run directory or metrics file `metrics` as PNGs into `folder`: their paths, the loss first.
+def write_plots(metrics: Path, folder: Path, *, theme: Theme = "light") -> dict[str, Path]:
+    """Draw the curves of the run directory or metrics file `metrics` as PNGs into `folder`: their paths, by name.
 
     Example:
         write_plots(run.path, run.plots)
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
+    paths = {}
     for name, picture in draw_plots(read_metrics(metrics), theme=theme).items():
-        path = folder / f"{_file_name(name)}.png"
-        path.write_bytes(picture)
-        paths.append(path)
+        paths[name] = folder / f"{_file_name(name)}.png"
+        paths[name].write_bytes(picture)
     return paths
 
 
@@ -113,6 +112,7 @@ def _draw(panel: Panel, theme: Theme) -> bytes:
     style: Any = {
         "font.family": "sans-serif",
         "font.size": 10,
+        "axes.formatter.limits": (-4, 7),
         "text.color": ink,
         "text.parse_math": False,
         "axes.labelcolor": faint,
@@ -146,7 +146,7 @@ def _fill(figure: Figure, panel: Panel, theme: Theme) -> None:
         curve = smoothed(values, width)
         stride = max(len(values) // 4000, 1)  # more points than the picture has columns only cost time
         if width > 1:
-            axes.plot(steps[::stride], values[::stride], color=colour, alpha=0.28, linewidth=0.9)
+            axes.plot(steps[::stride], values[::stride], color=colour, alpha=0.33, linewidth=0.9)
         label = "training" + (f", mean of {width}" if width > 1 else "")
         dot = "o" if len(values) == 1 else None
         axes.plot(

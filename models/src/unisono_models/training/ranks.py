@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from unisono_models.training.meeting import meet
 
+_START = 300.0  # seconds at least for all ranks to come: a cold file system keeps some of them
 _WAY_OUT = 10  # seconds for a rank that has failed to end by itself
 
 
@@ -40,8 +41,8 @@ def start_ranks(*, timeout: float = 600.0) -> Iterator[Ranks]:
     """Join the other ranks that torchrun started; without torchrun, one rank and no process group.
 
     The device is this rank's accelerator, or else the CPU. The group has gloo for CPU tensors and the accelerator's own
-    backend for its tensors. A collective that waits longer than `timeout` seconds fails. A process group that exists
-    already is used as it is, and left alone.
+    backend for its tensors. A collective that waits longer than `timeout` seconds fails; to come, the ranks have five
+    minutes at least. A process group that exists already is used as it is, and left alone.
 
     At the end of the block the group is destroyed. An exception goes through as it is, is left for torchrun to show in its
     summary, and ends the process with an error soon, even if a thread or a collective still waits for a rank that is gone.
@@ -72,13 +73,13 @@ def start_ranks(*, timeout: float = 600.0) -> Iterator[Ranks]:
 
 
 def _start_group(rank: int, size: int, device: torch.device, timeout: float) -> None:
-    limit = timedelta(seconds=timeout)
-    store, _, _ = next(rendezvous("env://", timeout=limit))
+    patience, limit = max(timeout, _START), timedelta(seconds=timeout)
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
     store.set_timeout(limit)
     backends = {"cpu": "gloo"} | ({} if device.type == "cpu" else {device.type: dist.get_default_backend_for_device(device)})
     dist.init_process_group(
         ",".join(f"{kind}:{backend}" for kind, backend in backends.items()),
-        store=meet(store, rank=rank, size=size, timeout=timeout),
+        store=meet(store, rank=rank, size=size, timeout=patience),
         rank=rank,
         world_size=size,
         timeout=limit,

@@ -53,7 +53,6 @@ def write_report(
     path = run.path / "report.html"
     with together("write_report"):
         if run.first:
-            write_plots(run.path, run.plots)
             lines = read_metrics(run.path)
             final = _final(run.path, lines) if summary is None else dict(summary)
             body = [
@@ -61,7 +60,7 @@ def write_report(
                 _highlights(final, highlights),
                 _section("Samples", "".join(picture(p.path, p.caption) for p in pictures), "pictures"),
                 *(_section(heading, table(rows)) for heading, rows in (tables or {}).items() if rows),
-                _section("Curves", _curves(lines), "curves"),
+                _section("Curves", _curves(run, lines), "curves"),
                 _section("Final metrics", pairs({readable(name): value for name, value in final.items()}) if final else ""),
                 _reproduction(run.path),
                 _section("Notes", _notes(notes)),
@@ -103,19 +102,19 @@ def _highlights(final: Mapping[str, float], chosen: Sequence[str]) -> str:
     return f'<dl class="numbers">{"".join(cards)}</dl>' if cards else ""
 
 
-def _curves(lines: Sequence[dict[str, Json]]) -> str:
-    light, dark = draw_plots(lines, theme="light"), draw_plots(lines, theme="dark")
+def _curves(run: RunDirectory, lines: Sequence[dict[str, Json]]) -> str:
+    light, dark = write_plots(run.path, run.plots), draw_plots(lines, theme="dark")
     return "".join(
         f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{data_link(dark[name])}">'
-        f'<img src="{data_link(content)}" alt="{escape(readable(name))} over steps"></picture></figure>'
-        for name, content in light.items()
+        f'<img src="{data_link(path.read_bytes())}" alt="{escape(readable(name))} over steps"></picture></figure>'
+        for name, path in light.items()
     )
 
 
 def _reproduction(path: Path) -> str:
     """The commands that run it again, its config and where it came from."""
     saved, starts = read_config(path), read_provenance(path)["starts"]
-    folder = shlex.quote(str(path))
+    folder = shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
     again = f"python -m unisono_models.training.reproduce {folder}"
     parts = [
         "<p>Run it again and compare the numbers, which are bitwise the same on the same machine with as many ranks:</p>",

@@ -38,7 +38,8 @@ def collect(model: nn.Module, optimizers: Optimizers, extra: Extra) -> tuple[dic
             values["model"][name] = _checked(value, name)
     for name, optimizer in _named(optimizers).items():
         names = parameter_names(model, name, optimizer)
-        groups, states = [], {}
+        groups: list[dict[str, Any]] = []
+        states: dict[str, Json] = {}
         for number, group in enumerate(optimizer.param_groups):
             groups.append({"params": [names[parameter] for parameter in group["params"]], "values": {}})
             for key, value in group.items():
@@ -93,7 +94,9 @@ class Targets:
 
     def install(self) -> None:
         """Once the tensors are filled: put them, and all that is not a tensor, where they belong."""
-        model = {name.removeprefix("model/"): value for name, value in self.tensors.items() if name.startswith("model/")}
+        model: dict[str, Any] = {
+            name.removeprefix("model/"): value for name, value in self.tensors.items() if name.startswith("model/")
+        }
         model |= {name.removeprefix("model/"): value for name, value in self._values["model"].items()}
         set_model_state_dict(self._model, model)
         for optimizer, states in self._states:

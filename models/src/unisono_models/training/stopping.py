@@ -11,7 +11,7 @@ import torch
 
 from unisono.collectives import all_reduce
 
-_SAME_PRESS = 2.0  # seconds: Ctrl-C reaches a rank twice, from the terminal and from torchrun
+_SAME_PRESS = 0.5  # seconds: one Ctrl-C may reach a rank twice, from the terminal and from its launcher
 
 
 class Stopping:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from unisono_models.training.disk import check_space, explained, write_file
@@ -56,7 +56,7 @@ class ShardWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0, once each block is left to one rank: what will be written is known to the byte."""
-        check_space(self._directory, sum(_bytes_of(item) + _ALIGNMENT for plan in plans for item in plan.items))
+        check_space(self._directory, sum(_size_of(item) + _ALIGNMENT for plan in plans for item in plan.items))
         return [dataclasses.replace(plan, storage_data=f"rank-{rank:05}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -65,10 +65,11 @@ class ShardWriter(StorageWriter):
         with explained(path), open(path, "xb") as file:
             digest, end = hashlib.sha256(), 0
             for item in plan.items:
-                data = memoryview(_as_bytes(planner.resolve_data(item)).numpy())
+                data = _bytes_of(planner.resolve_data(item))
                 padding = bytes(-end % _ALIGNMENT)
                 begin = end + len(padding)
-                for piece in (padding, *(data[i : i + _PIECE] for i in range(0, len(data), _PIECE))):
+                pieces: list[bytes | memoryview] = [padding, *(data[i : i + _PIECE] for i in range(0, len(data), _PIECE))]
+                for piece in pieces:
                     file.write(piece)
                     digest.update(piece)
                 end = begin + len(data)
@@ -85,7 +86,10 @@ class ShardWriter(StorageWriter):
         index = {}
         for name, stored in metadata.state_dict_metadata.items():
             assert isinstance(stored, TensorStorageMetadata)  # `collect` gives tensors only
-            parts = [Part(*places[MetadataIndex(name, c.offsets)], tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks]
+            parts = []
+            for chunk in stored.chunks:
+                file, begin = places[MetadataIndex(name, chunk.offsets)]
+                parts.append(Part(file, begin, tuple(chunk.offsets), tuple(chunk.sizes)))
             index[name] = Entry(stored.properties.dtype, tuple(stored.size), tuple(parts))
         self.written[INDEX] = write_file(self._directory / INDEX, write_index(index))
 
@@ -155,15 +159,16 @@ def _read_rows(path: Path, part: Part, dtype: torch.dtype, first: int, rows: int
     data = torch.empty(rows * row, dtype=torch.uint8, device="cpu")
     with explained(path), open(path, "rb") as file:
         file.seek(part.begin + first * row)
-        if file.readinto(memoryview(data.numpy())) != len(data):
+        if file.readinto(_bytes_of(data)) != len(data):
             raise OSError(errno.EIO, f"the file ends within {part}: it changed while it was read")
     return data.view(dtype).view(rows, *part.sizes[1:]) if part.sizes else data.view(dtype).view(())
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def _bytes_of(tensor: Any) -> memoryview:
+    array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
-def _bytes_of(item: WriteItem) -> int:
+def _size_of(item: WriteItem) -> int:
     assert item.tensor_data is not None
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -63,7 +63,7 @@ def _read_entry(value: Mapping[str, object], sizes: Mapping[str, int]) -> Entry:
     shape = _whole(value["shape"])
     parts = []
     for file, begin, offsets, extent in value["parts"]:  # type: ignore[attr-defined]  # what it is not, the caller reports
-        part = Part(file, *_whole([begin]), _whole(offsets), _whole(extent))
+        part = Part(file, _whole([begin])[0], _whole(offsets), _whole(extent))
         end = part.begin + math.prod(part.sizes) * dtype.itemsize
         if file not in sizes or end > sizes[file]:
             raise ValueError(f"bytes {part.begin} to {end} of {file!r}, which has {sizes.get(file, 0)}")

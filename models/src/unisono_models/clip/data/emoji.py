@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from unisono_models.clip.data.emoji_concepts import Concept, Drawing, list_captions, list_emoji
 from unisono_models.clip.data.emoji_drawings import load_drawings
@@ -40,6 +42,16 @@ class EmojiPairs:
         concepts = torch.tensor([drawings[number].concept for number, _ in rows], dtype=torch.int64)
         pixels = load_drawings(size, cache=self.cache)
         return PairBatch(images=pixels[numbers], captions=[text for _, text in rows], concepts=concepts, index=numbers)
+
+    def captions(self, indices: Sequence[int]) -> list[str]:
+        return [self.rows[int(i)][1] for i in indices]
+
+    def concepts(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        return np.array([self.concept(int(i)).id for i in indices], dtype=np.int64)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
 
     def concept(self, row: int) -> Concept:
         """What is drawn in a row."""

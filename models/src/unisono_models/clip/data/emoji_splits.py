@@ -40,7 +40,7 @@ def emoji_splits(
     held_out="vendor": trained on all of Noto and Twemoji.
         tests["vendor"]: OpenMoji's drawings of known concepts without skin tone; queries by Noto. 1,632 concepts.
     held_out="drawing": all three styles are trained on, but one drawing, chosen by hash, of each concept that has three is not.
-        tests["drawing"]: these drawings of concepts without skin tone; queries are drawings that were trained on. 1,632 concepts.
+        tests["drawing"]: these drawings of concepts without skin tone; queries are drawings trained on. 1,632 concepts.
     Both: tests["concept"]: Noto's drawings of the concepts that were never trained on; queries by OpenMoji. 297 concepts, 177
         of them without skin tone.
 

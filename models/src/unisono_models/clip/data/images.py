@@ -6,6 +6,7 @@ import io
 import os
 import stat
 import warnings
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -71,17 +72,15 @@ def _load(data: bytes, size: int) -> Image.Image:
             image.draft(None, (2 * size, 2 * size))
         image.load()
         loaded: Image.Image = image
-    try:
-        loaded = ImageOps.exif_transpose(loaded)
-    except Exception:  # of metadata; the pixels are good
-        return loaded
+    with suppress(Exception):  # of metadata; the pixels are good
+        ImageOps.exif_transpose(loaded, in_place=True)
     return loaded
 
 
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16 bits of grey; Pillow's own conversion would clip them to white
         grey = np.asarray(image).astype(np.int64)
-        image = Image.fromarray((grey.clip(0, 65535) // 257).astype(np.uint8))
+        image = Image.fromarray(((grey.clip(0, 65535) * 255 + 32767) // 65535).astype(np.uint8))
     elif image.mode == "F":
         raise BrokenImageError("a picture of floating-point numbers, whose range is not known")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:

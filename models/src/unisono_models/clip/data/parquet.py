@@ -63,7 +63,7 @@ class ParquetPairs:
             groups += [(number, group, size.num_rows) for group, size in enumerate(sizes)]
             if (largest := max((size.total_byte_size for size in sizes), default=0)) > _LARGE_GROUP:
                 note = (
-                    f"{path.name}: row groups of up to {largest >> 20} MiB, each read for a single picture; write smaller ones"
+                    f"{path.name}: row groups of up to {largest >> 20} MiB, each read whole for one picture: write smaller ones"
                 )
                 self.notes += (note,)
         self._groups = np.array(groups, dtype=np.int64).reshape(-1, 3)
@@ -79,9 +79,8 @@ class ParquetPairs:
         found = check_indices(indices, len(self))
         records: dict[int, Record | Skip] = {}
         for where, index, row in self._rows(found, pictures=True):
-            records[where] = (
-                skip(index, self._name(index), "broken row", row) if isinstance(row, Exception) else self._record(index, row)
-            )
+            broken = isinstance(row, Exception)
+            records[where] = skip(index, self._name(index), "broken row", row) if broken else self._record(index, row)
         return make_batch((records.pop(where) for where in range(len(found))), size, name_of=self._name)
 
     def captions(self, indices: Sequence[int]) -> list[str]:
@@ -101,7 +100,7 @@ class ParquetPairs:
         return concepts
 
     def _rows(self, indices: NDArray[np.int64], *, pictures: bool) -> Iterator[tuple[int, int, Any]]:
-        """Place in `indices`, index, and (caption, concept, image) or the error: a row group after the other, each read once."""
+        """Place in `indices`, index, and (caption, concept, image) or the error: by row group, each read once."""
         groups = np.searchsorted(self._starts, indices, side="right") - 1
         for where in np.argsort(groups, kind="stable").tolist():
             group, index = int(groups[where]), int(indices[where])
@@ -120,7 +119,7 @@ class ParquetPairs:
             names = [caption, concept, image if pictures else None]
             # One thread: ranks and workers share the cores, and the pool of threads does not survive a fork.
             table = self._file(number).read_row_group(inner, columns=list({n for n in names if n}), use_threads=False)
-            self._cache[key] = table.nbytes, tuple(table.column(name) if name else None for name in names)
+            self._cache[key] = table.nbytes, tuple(_bytes(table.column(name)) if name else None for name in names)
             while len(self._cache) > 1 and sum(size for size, _ in self._cache.values()) > _CACHE_BYTES:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(key)
@@ -184,6 +183,12 @@ def open_parquet(path: Path) -> Any:
         raise
     except (OSError, ValueError) as error:
         raise ValueError(f"open_pairs: {path}: not a whole parquet file: {printable(error)}") from error
+
+
+def _bytes(column: Any) -> Any:
+    """Strings as they are in the file: pyarrow would raise for those that are not UTF-8."""
+    kinds = {"string": "binary", "large_string": "large_binary"}
+    return column.cast(kinds[str(column.type)]) if str(column.type) in kinds else column
 
 
 def _caption(value: Any) -> str:

@@ -103,6 +103,6 @@ def concept_from(value: Any, caption: str) -> int:
 def check_indices(indices: Sequence[int], rows: int) -> NDArray[np.int64]:
     """`indices` as an array, all of them within a data set of `rows`."""
     found = np.asarray(indices, dtype=np.int64).reshape(-1)
-    if len(found) and not (0 <= found.min() and found.max() < rows):
+    if len(found) and not (found.min() >= 0 and found.max() < rows):
         raise IndexError(f"read: indices from {found.min()} to {found.max()}: expected them within 0 and {rows - 1}")
     return found

@@ -17,11 +17,10 @@ class Skipped:
     `before`: the `summary()` of an earlier part of the run, from its checkpoint.
 
     Example:
-        >>> skipped = Skipped()
-        >>> skipped.add(batch)
-        >>> skipped.check(0.01)
-        >>> print(skipped.report())
-        1 of 2,048 pairs skipped. broken image: 1, such as 00003.tar/000031207.jpg (row 31207): OSError: image file is truncated
+        skipped = Skipped()
+        skipped.add(batch)
+        skipped.check(0.01)
+        skipped.report()  ->  2 of 2,048 pairs skipped. empty caption: 2, such as 00003.tar/31.jpg (row 31); 00008.tar/86.jpg (row 86)
     """
 
     def __init__(self, *, before: Mapping[str, Json] | None = None) -> None:

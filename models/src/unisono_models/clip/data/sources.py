@@ -48,8 +48,8 @@ def open_pairs(
     Raises: ValueError (RanksError if not all ranks have it) that says what is wrong with the source.
 
     Example:
-        >>> pairs = open_pairs("/data/cc3m/{00000..00331}.tar")
-        >>> train, held_out = split_pairs(pairs, 0.01, seed=0)
+        pairs = open_pairs("/data/cc3m/{00000..00331}.tar")
+        train, held_out = split_pairs(pairs, 0.01, seed=0)
     """
     with together("open_pairs"):
         kind, paths = find_files(source)
@@ -78,9 +78,7 @@ def find_files(source: Spec) -> tuple[Literal["tar", "parquet", "csv"], list[Pat
         raise ValueError(f"open_pairs: {source}: no files")
     if not all(path.is_file() for path in paths):
         gone = [str(path) for path in paths if not path.is_file()]
-        raise ValueError(
-            f"open_pairs: {source}: {len(gone)} of {len(paths)} files are not there, such as {', '.join(gone[:3])}"
-        )
+        raise ValueError(f"open_pairs: {source}: {len(gone)} of {len(paths)} files are missing, such as {', '.join(gone[:3])}")
     kinds = {_kind(path) for path in paths}
     if len(kinds) > 1:
         raise ValueError(f"open_pairs: {source}: files of several kinds ({', '.join(sorted(kinds))}): choose one by a pattern")
@@ -152,10 +150,8 @@ def _in_folder(folder: Path) -> list[Path]:
 def _kind(path: Path) -> str:
     kind = _KINDS.get(path.suffix.lower())
     if kind is None:
-        packed = (
-            " Unpack it to a plain .tar first: compressed ones cannot be read at any place." if ".tar" in path.suffixes else ""
-        )
-        raise ValueError(f"open_pairs: {path}: not a .tar, .parquet, .csv or .tsv file.{packed}")
+        packed = ". Unpack it to a plain .tar: a compressed one cannot be read at any place" if ".tar" in path.suffixes else ""
+        raise ValueError(f"open_pairs: {path}: not a .tar, .parquet, .csv or .tsv file{packed}")
     return kind
 
 
@@ -169,5 +165,5 @@ def _check_alike(source: Spec, paths: Sequence[Path]) -> None:
         different = [rank for rank, other in enumerate(heard) if other != heard[0]]
         counts = ", ".join(str(count) for count, _ in heard)
         raise ValueError(
-            f"open_pairs: {source}: ranks {different} see other files than rank 0 (files a rank: {counts}; names and sizes count)"
+            f"open_pairs: {source}: ranks {different} see other files than rank 0, by name or size (files a rank: {counts})"
         )

@@ -43,7 +43,7 @@ class SomePairs:
         return self.whole.concepts(self._places(indices))
 
     def _places(self, indices: Sequence[int]) -> list[int]:
-        return self.rows[check_indices(indices, len(self))].tolist()
+        return [int(row) for row in self.rows[check_indices(indices, len(self))]]
 
 
 def split_pairs(pairs: CaptionedPairs, fraction: float, seed: int) -> tuple[SomePairs, SomePairs]:

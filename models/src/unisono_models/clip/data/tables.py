@@ -108,7 +108,7 @@ def resolve_path(path: str, root: Path) -> str:
     """Where `path`, relative to `root`, leads. Raises ValueError if that is outside of it."""
     base = os.path.abspath(root)
     full = os.path.normpath(os.path.join(base, path.strip()))
-    if not path.strip() or os.path.commonpath([base, full]) != base or full == base:
+    if not path.strip() or "\0" in path or os.path.commonpath([base, full]) != base or full == base:
         raise ValueError(f"the path {printable(path, 80)!r} is not in {base}: give the folder that all are in as root=")
     return full
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from unisono_models.clip.data.records import clean_text, concept_from, printable
 
 PICTURES = ("jpg", "jpeg", "png", "webp")
 COLUMNS = 6
-"""Of a row: where the picture starts, its bytes; where the caption starts (-1: none), its bytes, 1 if it is JSON; the concept."""
+"""Of a row: where the picture starts, its bytes; where the caption starts (-1: none), its bytes, 1 if it is JSON; concept."""
 _LAYOUT = 1  # of the cached files; a new one makes old files go unused
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)  # as webdataset has it: the key ends at the first dot
 _MAX_HEADER = 1 << 16
@@ -106,7 +107,7 @@ def save_index(path: Path, rows: torch.Tensor, starts: torch.Tensor, notes: list
 def load_index(path: Path) -> tuple[torch.Tensor, torch.Tensor, list[str]] | None:
     """Rows (mapped, not read: ranks and workers of a host share the memory), where each tar's begin, and notes."""
     try:
-        with safe_open(str(path), framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(str(path), framework="pt") as file:
             rows, starts, notes = file.get_tensor("rows"), file.get_tensor("starts"), json.loads(file.metadata()["notes"])
     except Exception:  # missing, or cut off by a fault: it is made anew
         return None
@@ -135,9 +136,9 @@ def _members(file: BinaryIO, notes: list[str]) -> Iterator[tuple[str, int, int]]
         archive = tarfile.TarFile(fileobj=_Headers(file), mode="r", encoding="utf-8")  # type: ignore[arg-type]
         while (member := archive.next()) is not None:
             archive.members.clear()  # type: ignore[attr-defined]  # it would keep them all
-            if member.size < 0 or member.offset_data <= place or archive.offset <= place:  # type: ignore[attr-defined]
+            if member.size < 0 or member.offset_data <= place or archive.offset <= place:
                 raise tarfile.ReadError("a header that leads back")  # tarfile would go round in it forever
-            place = archive.offset  # type: ignore[attr-defined]
+            place = archive.offset
             if not member.isreg() or member.issparse():
                 odd += not member.isdir()
             elif member.offset_data + member.size > length:
@@ -150,6 +151,8 @@ def _members(file: BinaryIO, notes: list[str]) -> Iterator[tuple[str, int, int]]
         if len(block) < tarfile.BLOCKSIZE:
             raise tarfile.ReadError("the file ends without an end mark")
     except Exception as error:  # a hostile header makes tarfile raise anything
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise  # the disk's fault, perhaps for a moment: not to be kept as the tar's. EINVAL is a seek to nowhere
         compressed = " (compressed? only plain tars can be read at any place: unpack it first)" if place == 0 else ""
         notes.append(f"damaged after byte {place:,} of {length:,}: {printable(error)}{compressed}; what lies before is used")
     if odd:

@@ -60,7 +60,8 @@ class TarPairs:
 
     def concepts(self, indices: Sequence[int]) -> NDArray[np.int64]:
         """The concepts at `indices`, from memory."""
-        return self._rows[check_indices(indices, len(self)), COLUMNS - 1]
+        concepts: NDArray[np.int64] = self._rows[check_indices(indices, len(self)), COLUMNS - 1]
+        return concepts
 
     def _records(self, indices: NDArray[np.int64]) -> Iterator[Record | Skip]:
         for index in indices.tolist():
@@ -157,19 +158,14 @@ def open_tars(
         first, last = (len(paths) * r // ranks.size for r in (ranks.rank, ranks.rank + 1))
         with together("open_tars: indexing"):
             mine = [index_cached(path, fields, folder) for path in paths[first:last]]
-        found = _gather(mine, [path.name for path in paths[first:last]])
-        written = load_index(kept) is not None or save_index(kept, *found)
-    else:
-        written = True
-    assert found is not None
-    rows, starts, notes = found
+        gathered = _gather(mine, [path.name for path in paths[first:last]])
+        # Mapped from the file if it could be written, so that the ranks of a host have it in memory once.
+        found = load_index(kept) if save_index(kept, *gathered) else None
+    mapped = kept if found is not None else None
+    rows, starts, notes = found if found is not None else gathered
     if not len(rows):
         raise ValueError(f"open_tars: no picture in any of {len(paths)} tars, from {paths[0]} on. " + "; ".join(notes[:3]))
-    if written and (mapped := load_index(kept)) is not None:
-        rows, starts, _ = mapped
-    else:
-        written = False
-    return TarPairs(paths, rows, starts, fields=fields, notes=notes, kept=kept if written else None)
+    return TarPairs(paths, rows, starts, fields=fields, notes=notes, kept=mapped)
 
 
 def _gather(mine: Sequence[tuple[NDArray[np.int64], list[str]]], names: Sequence[str]) -> tuple[Tensor, Tensor, list[str]]:

