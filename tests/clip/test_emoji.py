@@ -114,6 +114,7 @@ def test_read_gives_pictures_captions_concepts_and_places(few: int, tmp_path: Pa
     assert batch.index.tolist() == [3, 0, 3]
     assert batch.captions == [pairs.concept(3).name, pairs.concept(0).name, pairs.concept(3).name]
     assert batch.concepts.tolist() == [pairs.drawing(row).concept for row in (3, 0, 3)]
+    assert pairs.captions([3, 0, 3]) == batch.captions and pairs.concepts([3, 0, 3]).tolist() == batch.concepts.tolist()
     assert pairs.read([], 16).images.shape == (0, 3, 16, 16)
 
 

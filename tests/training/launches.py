@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,16 +34,16 @@ class Launch:
 
     def wait_for(self, text: str) -> None:
         """Until `text` is in the output."""
-        self._wait(lambda: text in self.output or self.process.poll() is not None, repr(text))
+        self.wait_until(lambda: text in self.output or self.process.poll() is not None, repr(text))
         assert text in self.output, f"ended with {self.process.returncode} without {text!r}:\n{self.output}"
 
     def wait_for_step(self, step: int) -> None:
         """Until a loss of `step` or a later one is written."""
-        self._wait(lambda: any(line["step"] >= step for line in losses(self.directory)), f"step {step}")
+        self.wait_until(lambda: any(line["step"] >= step for line in losses(self.directory)), f"step {step}")
 
     def end(self) -> int:
         """Its exit status, once it has ended."""
-        self._wait(lambda: self.process.poll() is not None, "its end")
+        self.wait_until(lambda: self.process.poll() is not None, "its end")
         return self.process.returncode
 
     def kill(self) -> None:
@@ -52,7 +53,7 @@ class Launch:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
-    def _wait(self, done, what: str) -> None:
+    def wait_until(self, done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + PATIENCE
         while not done():
             if time.monotonic() > deadline:

@@ -42,7 +42,7 @@ def main() -> None:
         if ranks.first:
             print(f"starts at step {first} on {ranks.size} ranks", flush=True)
         for step in range(first, args.steps):
-            suffer(args, ranks.rank, step)
+            suffer(args, ranks.rank, step, checkpoints)
             index = torch.arange(BATCH * step, BATCH * (step + 1)).tensor_split(ranks.size)[ranks.rank]
             x = normal(SEED, "x", step, index, (16,))
             y = x[:, :1].sin() + 0.1 * normal(SEED, "noise", step, index, (1,))
@@ -74,13 +74,14 @@ class Mlp(nn.Module):
         return self.second(torch.relu(self.first(x)) * mask)
 
 
-def suffer(args: argparse.Namespace, rank: int, step: int) -> None:
+def suffer(args: argparse.Namespace, rank: int, step: int, checkpoints: Checkpoints) -> None:
     """The faults that are due on this rank: each once in the life of the run directory."""
     for fault in args.fault:
         kind, victim, when = fault.split(":")
         done = args.dir / f"{kind}.pid"
         if int(victim) == rank and int(when) == step and not done.exists():
             done.write_text(str(os.getpid()))
+            checkpoints.wait()  # so that the test knows which ones are there
             happen(kind)
 
 

@@ -3,6 +3,8 @@
 import errno
 import io
 import math
+import os
+import pty
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -212,6 +214,17 @@ def test_bar_on_a_terminal_shows_loss_rate_and_time_left():
     bar.close()
     shown = stream.getvalue()
     assert "loss 2.5, 1,234 samples/s" in shown and "left" in shown and "2/4" in shown and "evaluating\n" in shown
+
+
+def test_terminal_without_room_gets_plain_lines():
+    ours, theirs = pty.openpty()  # as it comes, it has no lines and no columns
+    with os.fdopen(theirs, "w") as stream:
+        assert stream.isatty()
+        shown = Progress(steps=1, stream=stream)
+        shown.advance()
+        shown.show({"loss": 2.5}, 10.0)
+        assert os.read(ours, 1000).startswith(b"step 1/1, loss 2.5, 10 samples/s")
+    os.close(ours)
 
 
 def test_plain_lines_come_at_parts_of_the_run_and_after_some_time(monkeypatch):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import affine_grid, grid_sample, max_pool2d
+from torch.nn.functional import affine_grid, grid_sample, pad
 
 from unisono_models.training.randomness import uniform
 
@@ -84,8 +84,11 @@ def _move(pictures: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
 
 
 def _outline(pictures: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
-    """Darkens where neighbours differ: the difference of the brightest and the darkest of nine pixels."""
-    edges = (max_pool2d(pictures, 3, 1, 1) + max_pool2d(-pictures, 3, 1, 1)).amax(1, keepdim=True)
+    """Darkens both sides of an edge by how much they differ, in the colour that differs most."""
+    across = (pictures[..., 1:] - pictures[..., :-1]).abs().amax(1, keepdim=True)
+    down = (pictures[..., 1:, :] - pictures[..., :-1, :]).abs().amax(1, keepdim=True)
+    edges = torch.maximum(pad(across, (1, 0)), pad(across, (0, 1)))
+    edges = torch.maximum(edges, torch.maximum(pad(down, (0, 0, 1, 0)), pad(down, (0, 0, 0, 1))))
     strength = torch.where(draws[:, 6] < config.outline, 0.5 + 1.5 * draws[:, 7], 0.0)
     return pictures * (1 - strength[:, None, None, None] * edges).clamp(min=0)
 

@@ -52,7 +52,7 @@ class TextConfig:
     config: JsonDict = field(default_factory=dict)
     """Of a model with random weights: the fields of a transformers config, with its model_type."""
     tokenizer: Literal["model", "captions"] = "captions"
-    """model: the one that comes with `model`. captions: a WordPiece trained on the captions and kept with the run."""
+    """model: the one that comes with `model`. captions: byte-pair encoding, trained on the captions and kept with the run."""
     vocabulary: int = 2000
     """Of a tokenizer trained on the captions."""
     tokens: int = 32

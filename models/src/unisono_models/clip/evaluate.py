@@ -99,9 +99,13 @@ def pixel_floor(tests: Mapping[str, TestSet], ranks: Ranks, *, size: int = 32) -
             continue
         mine = torch.arange(len(test.pairs)).tensor_split(ranks.size)[ranks.rank].tolist()
         batches = [pairs.read(mine, size) for pairs in (test.queries, test.pairs)]
-        x, y = (F.normalize(255 - batch.images.flatten(1).float(), dim=1) for batch in batches)  # white is nothing
+        x, y = (_centred(batch.images.flatten(1).float()) for batch in batches)
         figures |= _one_way(f"{name}/image_to_image_by_pixels", retrieval_metrics(x, y, ids=batches[0].concepts))
     return figures
+
+
+def _centred(pixels: Tensor) -> Tensor:
+    return F.normalize(pixels - pixels.mean(1, keepdim=True), dim=1)  # correlation: the best of the plain measures tried
 
 
 def _one_way(name: str, found: Mapping[str, float]) -> dict[str, float]:

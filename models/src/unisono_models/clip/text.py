@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,7 @@ class CaptionTokenizer:
 def make_tokenizer(config: TextConfig, captions: Iterable[str]) -> CaptionTokenizer:
     """The tokenizer that comes with the text model, or one trained on `captions`.
 
-    The WordPiece trainer of `tokenizers` does not give the same vocabulary twice: train on one rank, tell the others, and
-    keep it with the run.
+    The same captions give the same tokenizer, on this version of `tokenizers`: so a run keeps its own, see shared_tokenizer.
     """
     if config.tokenizer == "model":
         if not config.model:
@@ -76,11 +76,16 @@ def make_tokenizer(config: TextConfig, captions: Iterable[str]) -> CaptionTokeni
 def _trained(captions: Iterable[str], vocabulary: int) -> Any:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    # Not WordPiece, as BERT has it: its trainer numbers the pieces within words in the order of a random hash.
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), pre_tokenizers.Metaspace()])
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer.train_from_iterator(captions, trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False))
+    characters = sorted(set(string.printable.lower()) - set(string.whitespace))
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=special, initial_alphabet=characters, show_progress=False
+    )
+    tokenizer.train_from_iterator(captions, trainer)
     ends = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
     return tokenizer

@@ -108,7 +108,7 @@ class Checkpoints:
         tensors, values = collect(model, optimizers, extra or {})
         text = json.dumps({"values": values, "state": state}).encode()
         self._stage(tensors)
-        self._pending = (step, self._thread.submit(self._write, step, tensors, text, score))
+        self._pending = (step, self._thread.submit(self._write, step, tensors, text, None if score is None else float(score)))
 
     def wait(self) -> None:
         """Until the save that is under way has ended, one way or the other. A failure is reported and added to `failures`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -112,7 +113,7 @@ def begin(path: Path) -> None:
     """An empty directory `path`. What a crash left there goes; a committed one is set aside until the new one is committed."""
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if is_committed(path):
+        if _claims(path) and (is_committed(path) or not _aside(path).exists()):
             _remove(_aside(path))
             path.rename(_aside(path))
         _remove(path)
@@ -138,9 +139,11 @@ def prune(directory: Path, *, newest: Path, keep: int, best: Literal["max", "min
     for path in list_steps(directory):
         try:
             commits[path] = read_commit(path)
-        except ValueError:
-            if not path.is_symlink():
+        except ValueError:  # of a COMMIT that cannot be read for the moment, too: that one stays
+            if not path.is_symlink() and not _claims(path):
                 _remove(path)
+    if newest not in commits:
+        return
     sound = [path for path in commits if path.name not in broken or path == newest]
     kept = {newest, *sound[:keep]}
     scores = {path: score for path in sound if (score := commits[path].score) is not None and not math.isnan(score)}
@@ -158,6 +161,11 @@ def is_committed(path: Path) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _claims(path: Path) -> bool:
+    """It has a COMMIT, sound or not: whether it is rubbish is not for us to say."""
+    return os.path.lexists(path / COMMIT)
 
 
 def _aside(path: Path) -> Path:

@@ -12,7 +12,7 @@ from unisono_models.training.run_directory import read_config, read_provenance
 from unisono_models.training.talk import Json
 
 Line = dict[str, Json]
-# How many of the first losses must agree, and how closely (relative), where only rounding may differ: other ranks, other machine.
+# How many of the first losses must agree, and how closely (relative), where rounding may differ: other ranks, other machine.
 TOLERANCES = {"float32": (10, 1e-6), "float64": (50, 1e-9), "bfloat16": (10, 1e-2)}
 SAME = ("world_size", "threads", "environment", "versions", "machine.cpu", "machine.device", "git.commit")
 
@@ -35,7 +35,7 @@ def compare_runs(old: Path, new: Path, *, steps: int | None = None) -> Verdict:
     if not any(kind == "train" for _, kind, _ in before):
         return Verdict(False, f"Nothing to compare: {old} has no steps in its metrics.jsonl")
     unlike = circumstances(old, new)
-    missing = [key for key in before if key not in after]
+    missing = [key for key in before if key not in after and not _beyond(key, steps)]
     different = _first_difference(before, after)
     text = [f"Compared {sum(kind == 'train' for _, kind, _ in before)} steps of {old} with {new}."]
     if unlike:
@@ -61,7 +61,7 @@ def circumstances(old: Path, new: Path) -> list[str]:
         return ["a run has no provenance.json"]
     found = []
     for name in SAME:
-        values = [[_dotted(start, name) for start in some] for some in starts]
+        values = [[_circumstance(start, name) for start in some] for some in starts]
         if any(value != values[0][0] for some in values for value in some):
             shown = [", then ".join(dict.fromkeys(_short(value) for value in some)) for some in values]
             found.append(
@@ -75,6 +75,11 @@ def _steady(path: Path, steps: int | None) -> dict[tuple[int, str, str], Line]:
     lines = [line for line in read_metrics(path) if line["kind"] != "speed" and (steps is None or line["step"] < steps)]
     order = sorted(lines, key=lambda line: (line["step"], line["kind"] != "train"))
     return {(line["step"], line["kind"], ",".join(sorted(line))): line for line in order}
+
+
+def _beyond(key: tuple[int, str, str], steps: int | None) -> bool:
+    """Whether a line may be absent: a run that stops after `steps` need not evaluate after the last of them."""
+    return steps is not None and key[0] == steps - 1 and key[1] == "evaluation"
 
 
 def _first_difference(before: dict[tuple[int, str, str], Line], after: dict[tuple[int, str, str], Line]) -> str | None:
@@ -129,6 +134,13 @@ def _precision(path: Path) -> str:
 def _hint(old: Path, new: Path) -> str:
     dirty = [path for path in (old, new) if any(_dotted(start, "git.dirty") for start in read_provenance(path)["starts"])]
     return f" Its code had changes that are in no commit: {' and '.join(map(str, dirty))}." if dirty else ""
+
+
+def _circumstance(start: Json, name: str) -> Json:
+    value = _dotted(start, name)
+    if name == "environment" and isinstance(value, dict):
+        return {key: item for key, item in value.items() if key != "OMP_NUM_THREADS"}  # `threads` is what came of it
+    return value
 
 
 def _dotted(value: Json, name: str) -> Json:

@@ -65,13 +65,12 @@ def number(value: object) -> str:
 
 
 def _aligned(values: Sequence[object]) -> list[str]:
-    """A column: as many decimals in each as the longest has, if they are shares and the like."""
+    """A column: as many decimals in each as the longest has, if they are shares and the like. Empty cells stay empty."""
     texts = [number(value) for value in values]
-    if all(
-        isinstance(value, float) and abs(value) < 1000 and "e" not in text for value, text in zip(values, texts, strict=True)
-    ):
-        decimals = max(len(text.partition(".")[2]) for text in texts)
-        return [f"{value:.{decimals}f}" for value in values]
+    given = [(value, text) for value, text in zip(values, texts, strict=True) if text]
+    if all(isinstance(value, float) and abs(value) < 1000 and "e" not in text for value, text in given):
+        decimals = max((len(text.partition(".")[2]) for _, text in given), default=0)
+        return [f"{value:.{decimals}f}" if text else "" for value, text in zip(values, texts, strict=True)]
     return texts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any, TextIO
@@ -20,7 +21,7 @@ class Progress:
         self._start = self._last = time.monotonic()
         self._last_done = first_step
         self._bar: Any = None
-        if self.stream.isatty():
+        if _has_room(self.stream):
             from tqdm import tqdm  # type: ignore[import-untyped]
 
             bar_format = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
@@ -60,6 +61,16 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _has_room(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal with lines to draw in. Some, of containers and CI, say that they have none."""
+    if not stream.isatty():
+        return False
+    try:
+        return min(os.get_terminal_size(stream.fileno())) > 0
+    except OSError:  # it stands for a terminal, but is none of the system's
+        return True
 
 
 def as_time(seconds: float) -> str:

@@ -15,6 +15,7 @@ import tyro
 
 from unisono_models.training.comparison import Verdict, compare_runs
 from unisono_models.training.metrics_file import read_metrics
+from unisono_models.training.provenance import VARIABLES
 from unisono_models.training.run_directory import read_config, read_provenance
 from unisono_models.training.talk import Json
 
@@ -35,7 +36,7 @@ def reproduce(
     if not (run_dir / "config.json").is_file():
         raise ValueError(f"reproduce: {run_dir} is not a run directory: it has no config.json")
     saved, starts = read_config(run_dir), read_provenance(run_dir)["starts"]
-    taken = sum(line["kind"] == "train" for line in read_metrics(run_dir)) if (run_dir / "metrics.jsonl").exists() else 0
+    taken = _steps_taken(run_dir)
     if not taken:
         raise ValueError(f"reproduce: {run_dir} has taken no step: there is nothing to compare")
     if steps is not None and not 1 <= steps <= taken:
@@ -53,7 +54,7 @@ def reproduce(
     command += ["--config", str((run_dir / "config.json").absolute()), "--run.dir", str(out)]
     command += [] if steps is None else ["--run.stop-after", str(steps)]
     print(shlex.join(command), flush=True)
-    subprocess.run(command, check=True, env=os.environ | _environment(first))
+    subprocess.run(command, check=True, env=_environment(first))
     return compare_runs(run_dir, out, steps=steps)
 
 
@@ -82,12 +83,20 @@ def _fresh(run_dir: Path) -> Path:
 
 
 def _environment(start: Json) -> dict[str, str]:
-    """The variables by which the numbers are rounded as they were: those that were set, and the number of threads."""
-    from unisono_models.training.provenance import VARIABLES
+    """This process's variables, but those by which numbers are rounded as that start had them."""
+    if not start:
+        return dict(os.environ)
+    kept = {"OMP_NUM_THREADS": start.get("threads")} | (start.get("environment") or {})
+    others = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    return others | {name: str(kept[name]) for name in VARIABLES if kept.get(name) is not None}
 
-    kept = start.get("environment") or {}
-    threads = {"OMP_NUM_THREADS": str(start["threads"])} if isinstance(start.get("threads"), int) else {}
-    return threads | {name: str(kept[name]) for name in VARIABLES if name in kept}
+
+def _steps_taken(run_dir: Path) -> int:
+    try:
+        lines = read_metrics(run_dir)
+    except FileNotFoundError:
+        return 0
+    return max((line["step"] + 1 for line in lines if line["kind"] == "train"), default=0)
 
 
 def main(

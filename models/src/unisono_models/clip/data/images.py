@@ -10,11 +10,11 @@ from contextlib import suppress
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 # Raster formats only: Pillow would hand EPS to Ghostscript, and the rare ones are where decoders are weakest.
-_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_PIXELS = 64 * 2**20
 """A picture that claims more is broken: it would unpack to 192 MiB or more, from a file that may be tiny."""
 MAX_BYTES = 256 * 2**20
@@ -47,6 +47,8 @@ def decode_image(data: bytes, size: int) -> Tensor:
             return fit_picture(_load(data, size), size)
     except (BrokenImageError, MemoryError):
         raise
+    except UnidentifiedImageError as error:  # its own text has an address in it, another every time
+        raise BrokenImageError(f"not a picture in a known format ({', '.join(_FORMATS)})") from error
     except Exception as error:  # a decoder that is fed anything at all raises anything at all
         raise BrokenImageError(f"{type(error).__name__}: {error}") from error
 

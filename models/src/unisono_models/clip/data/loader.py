@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -32,7 +35,7 @@ def load_steps(
     Workers are started by a fork server, not by a fork of this process: a copy of it would hold the connections to the other
     ranks (if this rank is then killed, its peers see no end of them and wait for their timeout), and the locks of threads
     that it does not have. So `pairs` is pickled to them, and a script that calls this needs its `if __name__ == "__main__"`.
-    They end with the iterator, and within seconds of this process if it is killed.
+    They end with the iterator, and at once if this process is killed.
 
     Raises: RuntimeError that names the step when a worker dies; what `pairs.read` raises, with its traceback.
 
@@ -43,7 +46,7 @@ def load_steps(
     if workers < 0 or ahead < 1 or first < 0:
         raise ValueError(f"load_steps: first={first}, workers={workers}, ahead={ahead}: expected at least 0, 0 and 1")
     steps = range(first, last)
-    chosen = ([int(index) for index in indices_of(step)] for step in steps)
+    chosen = (np.asarray(indices_of(step), dtype=np.int64).tolist() for step in steps)
     if workers == 0 or not steps:
         return (pairs.read(indices, size) for indices in chosen)
     return _read_ahead(pairs, chosen, size, steps, min(workers, len(steps)), ahead)
@@ -69,6 +72,7 @@ def _read_ahead(
         num_workers=workers,
         collate_fn=_as_it_is,
         prefetch_factor=ahead,
+        worker_init_fn=_end_with_the_rank,
         multiprocessing_context=context,
         generator=torch.Generator(),  # it draws a seed for its workers: not from the run's generator
     )
@@ -88,6 +92,18 @@ def _read_ahead(
             error.add_note(f"load_steps: while reading step {step}")
             raise
         yield batch
+
+
+def _end_with_the_rank(_: int) -> None:
+    """torch's workers look for the death of their parent, which here is the fork server, and that lives as long as they do."""
+    threading.Thread(target=_wait_and_end, daemon=True).start()
+
+
+def _wait_and_end() -> None:
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        rank.join()
+        os._exit(1)
 
 
 def _as_it_is(batch: Any) -> Any:

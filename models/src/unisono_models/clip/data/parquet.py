@@ -133,7 +133,7 @@ class ParquetPairs:
                 group = int(np.searchsorted(self._starts, index, side="right")) - 1
                 data = read_file(resolve_path(path or "", self._roots[int(self._groups[group, 0])]))
             except (OSError, ValueError) as error:
-                return skip(index, self._name(index), "unreadable file", error)
+                return skip(index, f"{self._name(index)}: {path}", "unreadable file", error)
         return Record(index, data or b"", caption, concept_from(row[1], caption))
 
     def _name(self, index: int) -> str:

@@ -6,9 +6,10 @@ import csv
 import os
 from array import array
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,7 +110,7 @@ def resolve_path(path: str, root: Path) -> str:
     base = os.path.abspath(root)
     full = os.path.normpath(os.path.join(base, path.strip()))
     if not path.strip() or "\0" in path or os.path.commonpath([base, full]) != base or full == base:
-        raise ValueError(f"the path {printable(path, 80)!r} is not in {base}: give the folder that all are in as root=")
+        raise ValueError(f"not in {base}; name the folder that all are in by root=")
     return full
 
 
@@ -131,6 +132,7 @@ class _Table:
         self, path: Path, image: str | None, caption: str | None, concept: str | None, root: Path | None, delimiter: str | None
     ) -> None:
         self.path, self.root = path, root or path.absolute().parent
+        self._file: FileIO | None = None
         with path.open("rb") as file:
             if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
                 raise ValueError(f"open_pairs: {path}: text in UTF-16; save it as UTF-8")
@@ -160,8 +162,8 @@ class _Table:
     def texts(self, row: int) -> tuple[str, str, str]:
         """Path, caption and concept as they stand there. Raises ValueError for a row that cannot be parsed."""
         start, stop = (int(x) for x in self._starts[row : row + 2])
-        with self.path.open("rb", buffering=0) as file:
-            text = os.pread(file.fileno(), stop - start, start).decode("utf-8", "replace")
+        self._file = self._file or FileIO(self.path)
+        text = os.pread(self._file.fileno(), stop - start, start).decode("utf-8", "replace")
         fields = _next_row(csv.reader((line + "\n" for line in text.split("\n")), delimiter=self._delimiter))
         if fields is None:
             raise ValueError("not parsed: perhaps a quotation mark without its partner")
@@ -169,6 +171,9 @@ class _Table:
             raise ValueError(f"{len(fields)} columns, expected at least {max(self._columns) + 1}")
         path, caption, concept = (fields[column] if column >= 0 else "" for column in self._columns)
         return path, clean_text(caption), concept
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_file": None}
 
 
 class _Lines:

@@ -65,7 +65,7 @@ def index_tar(path: Path, fields: TextFields) -> tuple[NDArray[np.int64], list[s
                 keys.setdefault(match[1], {}).setdefault(match[2].lower(), (offset, size))
         rows = [row for members in keys.values() if (row := _row(file, members, fields))]
     if without := len(keys) - len(rows):
-        notes.append(f"{without} keys without a picture")
+        notes.append(f"keys without a picture: {without}")
     return np.array(rows, dtype=np.int64).reshape(-1, COLUMNS), notes
 
 
@@ -138,13 +138,13 @@ def _members(file: BinaryIO, notes: list[str]) -> Iterator[tuple[str, int, int]]
             archive.members.clear()  # type: ignore[attr-defined]  # it would keep them all
             if member.size < 0 or member.offset_data <= place or archive.offset <= place:
                 raise tarfile.ReadError("a header that leads back")  # tarfile would go round in it forever
-            place = archive.offset
             if not member.isreg() or member.issparse():
                 odd += not member.isdir()
             elif member.offset_data + member.size > length:
                 raise tarfile.ReadError(f"the file ends within {printable(member.name, 80)}")
             else:
                 yield member.name, member.offset_data, member.size
+            place = archive.offset
         file.seek(place)
         if (block := file.read(tarfile.BLOCKSIZE)).strip(b"\0"):  # tarfile takes what it cannot read for the end
             raise tarfile.ReadError("no header where one should be")
@@ -156,7 +156,7 @@ def _members(file: BinaryIO, notes: list[str]) -> Iterator[tuple[str, int, int]]
         compressed = " (compressed? only plain tars can be read at any place: unpack it first)" if place == 0 else ""
         notes.append(f"damaged after byte {place:,} of {length:,}: {printable(error)}{compressed}; what lies before is used")
     if odd:
-        notes.append(f"{odd} links or special files ignored")
+        notes.append(f"links and special files, ignored: {odd}")
 
 
 def _row(file: BinaryIO, members: Mapping[str, tuple[int, int]], fields: TextFields) -> tuple[int, ...] | None:

@@ -1,0 +1,80 @@
+"""Whole runs of the tiny recipe: the same numbers again, on other numbers of ranks, and after a stop."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from unisono_models.clip.model import Clip
+from unisono_models.clip.train import main
+
+
+def train(directory, *args):
+    torch.manual_seed(hash(str(directory)) % 2**31)  # the state of the generator must not matter
+    main(["tiny", "--run.dir", str(directory), *args])
+
+
+def losses(directory):
+    lines = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+
+
+def furthest(one, other):
+    assert one.keys() == other.keys()
+    return max(abs(one[step] - other[step]) / abs(one[step]) for step in one)
+
+
+@pytest.fixture(scope="module")
+def on_two(ranks, tmp_path_factory):
+    """A finished run on two ranks."""
+    directory = tmp_path_factory.mktemp("runs") / "two"
+    ranks(train, directory, world_size=2, timeout=120)
+    return directory
+
+
+def test_run_leaves_everything_behind(on_two):
+    names = {path.name for path in on_two.iterdir()}
+    assert {"config.json", "provenance.json", "metrics.jsonl", "tensorboard", "plots", "report.html", "summary.json"} <= names
+    assert sorted(losses(on_two)) == list(range(12))
+    summary = json.loads((on_two / "summary.json").read_text())
+    assert summary["vendor/rows"] == 1632 and 0 < summary["vendor/text_to_image/recall@10"] < 1
+    assert (on_two / "samples" / "search.png").stat().st_size > 10_000
+    clip = Clip.from_pretrained(on_two / "export")
+    found = clip.encode_texts(["red heart", "dog"]) @ clip.encode_images(torch.zeros(3, 3, 40, 50, dtype=torch.uint8)).T
+    assert found.shape == (2, 3) and clip.scale > 1
+
+
+def test_same_ranks_give_the_same_bits(ranks, on_two, tmp_path):
+    ranks(train, tmp_path / "again", world_size=2, timeout=120)
+    assert losses(tmp_path / "again") == losses(on_two)
+    assert (tmp_path / "again/export/model.safetensors").read_bytes() == (on_two / "export/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_other_ranks_give_the_same_numbers(ranks, on_two, tmp_path, world):
+    ranks(train, tmp_path / "run", world_size=world, timeout=120)
+    one, other = losses(tmp_path / "run"), losses(on_two)
+    assert furthest({s: one[s] for s in range(10)}, {s: other[s] for s in range(10)}) < 1e-6
+
+
+def test_other_ranks_differ_by_rounding_alone(ranks, tmp_path):
+    small = ["--parallel.precision", "float64", "--run.steps", "50", "--data.batch", "11", "--optimizer.lr", "1e-3"]
+    for world in (1, 3):
+        ranks(train, tmp_path / str(world), *small, world_size=world, timeout=180)
+    assert furthest(losses(tmp_path / "1"), losses(tmp_path / "3")) < 1e-9
+
+
+def test_stopped_run_goes_on_with_the_same_bits(ranks, on_two, tmp_path):
+    ranks(train, tmp_path / "run", "--run.stop-after", "7", world_size=2, timeout=120)
+    assert sorted(losses(tmp_path / "run")) == list(range(7))
+    ranks(train, tmp_path / "run", world_size=2, timeout=120)
+    assert losses(tmp_path / "run") == losses(on_two)
+    assert (tmp_path / "run/export/model.safetensors").read_bytes() == (on_two / "export/model.safetensors").read_bytes()
+
+
+def test_run_goes_on_with_other_ranks_and_shards(ranks, on_two, tmp_path):
+    ranks(train, tmp_path / "run", "--run.stop-after", "4", world_size=3, timeout=120)
+    ranks(train, tmp_path / "run", "--run.stop-after", "8", world_size=1, timeout=120)
+    ranks(train, tmp_path / "run", world_size=2, timeout=120)
+    assert furthest(losses(tmp_path / "run"), losses(on_two)) < 1e-5

@@ -1,0 +1,264 @@
+"""Ranks that find each other, tell who is missing, and agree to stop."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unisono.collectives import all_reduce
+from unisono_models.training import stopping as stopping_module
+from unisono_models.training.heartbeat import Heartbeat
+from unisono_models.training.meeting import meet
+from unisono_models.training.ranks import Ranks, start_ranks
+from unisono_models.training.roll_call import RollCall, Word, who_is_missing
+from unisono_models.training.stopping import Stopping
+from unisono_models.training.talk import hear
+
+ONE = Ranks(0, 1, 0, torch.device("cpu"))
+
+
+# ranks.py
+
+
+def test_without_torchrun_there_is_one_rank_and_no_group():
+    with start_ranks() as ranks:
+        assert (ranks.rank, ranks.size, ranks.local_rank, ranks.first) == (0, 1, 0, True)
+        assert not dist.is_initialized()
+
+
+def in_a_group_that_exists():
+    with start_ranks() as ranks:
+        assert (ranks.rank, ranks.size) == (dist.get_rank(), dist.get_world_size())
+        assert ranks.first == (ranks.rank == 0)
+    assert dist.is_initialized()  # it is not ours to end
+    with pytest.raises(ValueError, match="as it is"), start_ranks():
+        raise ValueError("as it is")
+    assert dist.is_initialized()
+
+
+def test_a_group_that_exists_is_used_and_left_alone(ranks):
+    ranks(in_a_group_that_exists, world_size=2)
+
+
+# meeting.py
+
+
+def meet_all(store: dist.Store, size: int, delays: dict[int, float], come: list[int], timeout: float = 20.0) -> list:
+    def one(rank):
+        time.sleep(delays.get(rank, 0.0))
+        try:
+            part = meet(store, rank=rank, size=size, timeout=timeout)
+            part.set(f"address/{rank}", f"{rank}")
+            return part
+        except TimeoutError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, come))
+
+
+def test_ranks_of_one_start_share_keys_and_those_of_the_next_do_not():
+    store = dist.HashStore()
+    for size, late in ((3, 0), (3, 2), (2, 1), (4, 0), (1, 0)):  # as torchrun restarts, with the same store
+        parts = meet_all(store, size, {late: 0.1}, list(range(size)))
+        assert all(part.get(f"address/{rank}") == f"{rank}".encode() for part in parts for rank in range(size))
+        assert not parts[0].check(["address/old"])
+        parts[-1].set("address/old", "an address that nobody listens at")
+
+
+def test_a_rank_that_did_not_come_is_named_by_those_that_did():
+    store = dist.HashStore()
+    meet_all(store, 3, {}, [0, 1, 2])  # an earlier start, whose words are still there
+    errors = meet_all(store, 3, {}, [0, 2], timeout=0.5)
+    assert all("start_ranks: rank 1 of 3 did not come within 0.5 s" in error for error in errors), errors
+    errors = meet_all(store, 3, {}, [1, 2], timeout=0.5)
+    assert all("start_ranks: rank 0 of 3 did not come" in error for error in errors), errors
+
+
+def test_ranks_meet_after_a_start_that_came_to_nothing():
+    store = dist.HashStore()
+    meet_all(store, 3, {}, [0, 2], timeout=0.2)
+    parts = meet_all(store, 3, {0: 0.2}, [0, 1, 2])
+    assert [part.get("address/1") for part in parts] == [b"1"] * 3
+
+
+# roll_call.py
+
+WORD = Word(host="node7", pid=47, step=17, idle=0.5, time=100.0, count=5)
+
+
+def told(before, after, rank=0, now=110.0):
+    return who_is_missing([WORD, *before], [replace(WORD, count=9), *after], rank=rank, now=now)
+
+
+def test_a_silent_rank_is_named_with_its_last_step():
+    assert told([WORD], [WORD]) == (
+        "missing: rank 1 on node7 (pid 47): last seen at step 17, 10.5 s ago; "
+        "not heard of for 10.0 s: killed, stopped or cut off"
+    )
+
+
+def test_a_rank_that_lives_but_stands_still_is_named():
+    later = replace(WORD, count=9, idle=9.0, time=109.5)
+    assert told([WORD], [later]) == "no progress: rank 1 on node7 (pid 47): alive, but at step 17 for 9.5 s"
+
+
+def test_a_rank_that_moves_is_not_named():
+    assert told([WORD], [replace(WORD, count=9, step=18)]) == "every other rank is alive and makes progress"
+
+
+def test_the_likeliest_cause_comes_first():
+    failed = replace(WORD, state="failed", error="RuntimeError: connection closed")
+    lines = told(
+        [failed, WORD, WORD, None, WORD],
+        [failed, replace(WORD, count=9), WORD, None, replace(WORD, state="ended")],
+    ).splitlines()
+    assert [line.split(" on ")[0] for line in lines] == [
+        "missing: rank 3",
+        "missing: rank 4: never heard of",
+        "no progress: rank 2",
+        "gone: rank 5",
+        "failed too: rank 1",
+    ]
+    assert lines[-1].endswith("failed at step 17: RuntimeError: connection closed")
+
+
+def test_a_message_names_a_few_of_many_ranks():
+    lines = told([WORD] * 1000, [WORD] * 1000).splitlines()
+    assert len(lines) == 9 and lines[-1] == "and 992 ranks more"
+
+
+def with_a_store_that_hangs():
+    roll = RollCall(dist.get_rank(), dist.get_world_size(), patience=0.2)
+    with pytest.raises(TimeoutError, match="the store at .* does not answer"):
+        roll.within(threading.Event().wait)
+
+
+def test_a_store_that_does_not_answer_is_named_in_time(ranks):
+    ranks(with_a_store_that_hangs, world_size=1)
+
+
+# heartbeat.py
+
+
+def with_a_failure_on_rank_1(error_of_rank_1):
+    with start_ranks() as ranks:
+        dist.barrier()
+        if ranks.rank == 1:
+            with pytest.raises(type(error_of_rank_1)), Heartbeat(ranks, timeout=4) as heartbeat:
+                heartbeat.beat(3)
+                raise error_of_rank_1
+            hear("done")
+            return ""
+        with pytest.raises(RuntimeError, match="closed by peer") as caught, Heartbeat(ranks, timeout=4) as heartbeat:
+            heartbeat.beat(5)
+            time.sleep(0.3)
+            raise RuntimeError("closed by peer")  # as collectives do
+        hear("done")
+        return "\n".join(caught.value.__notes__)
+
+
+def test_an_error_of_another_rank_is_quoted(ranks):
+    notes = ranks(with_a_failure_on_rank_1, ValueError("a fault\nof its own"), world_size=3)
+    for rank in (0, 2):
+        assert f"rank {rank} on " in notes[rank] and ", at step 5 for " in notes[rank]
+        assert "failed too: rank 1 on " in notes[rank]
+        assert "failed at step 3: ValueError: a fault" in notes[rank]
+
+
+def with_an_error_of_its_own():
+    with start_ranks() as ranks, pytest.raises(ValueError) as caught, Heartbeat(ranks, timeout=4):
+        raise ValueError("not the others' fault")
+    return getattr(caught.value, "__notes__", [])
+
+
+def test_an_error_that_no_other_rank_can_have_caused_gets_no_note(ranks):
+    assert ranks(with_an_error_of_its_own, world_size=2) == [[], []]
+
+
+def test_heartbeat_works_on_one_rank_without_a_group():
+    before = threading.active_count()
+    with Heartbeat(ONE, timeout=5) as heartbeat:
+        heartbeat.beat(1)
+        assert threading.active_count() == before + 1
+    with pytest.raises(ValueError, match=r"Heartbeat: timeout=0: must be above 0"):
+        Heartbeat(ONE, timeout=0)
+
+
+def test_a_rank_that_stands_still_shows_its_stacks_and_may_go_on(capfd):
+    with Heartbeat(ONE, timeout=0.4) as heartbeat:  # gives up only after 3 s more
+        heartbeat.beat(7)
+        a_function_that_takes_long(heartbeat)
+        heartbeat.beat(8)
+    printed = capfd.readouterr().err
+    assert "rank 0 on " in printed and "at step 7 for" in printed
+    assert printed.count("no progress for 0.4 s. Its stacks:") == 1
+    assert "in a_function_that_takes_long" in printed
+
+
+def a_function_that_takes_long(heartbeat):
+    heartbeat._shown.wait(3)
+
+
+# stopping.py
+
+
+def with_a_signal_to_rank_1(every):
+    answers = []
+    with Stopping(every=every) as stopping:
+        for step in range(8):
+            if step == 2 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            answers.append(stopping.agreed())
+    return answers, stopping.told
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(ranks, every):
+    seen = ranks(with_a_signal_to_rank_1, every, world_size=3)
+    first = {1: 2, 3: 2}[every]
+    assert [answers for answers, _ in seen] == [[False] * first + [True] * (8 - first)] * 3
+    assert [told for _, told in seen] == [None, "SIGTERM", None]
+
+
+def test_the_second_interrupt_ends_at_once(monkeypatch):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with Stopping() as stopping:
+        assert not stopping.agreed()
+        for _ in range(2):  # one press, which may come twice
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stopping.agreed() and stopping.told == "SIGINT"
+        monkeypatch.setattr(stopping_module, "_SAME_PRESS", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_terminate_signal_does_not_end_a_rank_that_fails():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(RuntimeError), Stopping():
+            raise RuntimeError
+        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does, while the rank is yet to tell its error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_stopping_rejects_an_interval_below_1():
+    with pytest.raises(ValueError, match="Stopping: every=0: must be at least 1"):
+        Stopping(every=0)
+
+
+def what_agreeing_costs():
+    with Stopping() as stopping:
+        all_reduce(torch.zeros(1))
+        start = time.perf_counter()
+        for _ in range(2000):
+            stopping.agreed()
+        return (time.perf_counter() - start) / 2000
