@@ -26,7 +26,7 @@ HOSTILE = '</script><img src=x onerror="alert(1)">'
 
 
 class ColourClip:
-    """Stands for a trained Clip: the features of a picture are its mean colour, those of words the mean of the colours named."""
+    """Stands for a trained Clip: a picture's features are its mean colour, those of words the mean of the colours named."""
 
     config = SimpleNamespace(image=SimpleNamespace(size=8))
 

@@ -23,7 +23,9 @@ def small_tokenizer() -> CaptionTokenizer:
     words = ["[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted({word for text in CAPTIONS for word in text.split()})]
     tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
     return CaptionTokenizer(tokenizer, tokens=16)
 
 

@@ -10,18 +10,16 @@ import torch
 from PIL import Image
 
 from tests.clip.colours import HOSTILE, colour_gallery
+from tests.clip.small_clip import small_config, small_tokenizer
 from unisono_models.clip import gallery as gallery_module
-from unisono_models.clip import gallery_features, run_gallery
-from unisono_models.clip.config import ClipConfig, ImageConfig, TextConfig
+from unisono_models.clip import gallery_features
 from unisono_models.clip.data import emoji_concepts, emoji_drawings
-from unisono_models.clip.data.images import BrokenImageError
 from unisono_models.clip.data.pairs import PairBatch
 from unisono_models.clip.gallery import Gallery
 from unisono_models.clip.model import Clip
 from unisono_models.clip.picture import Row, draw_results, draw_searches
 from unisono_models.clip.run_gallery import RunError, find_export, open_gallery
 from unisono_models.clip.search import main, slug
-from unisono_models.clip.text import make_tokenizer
 
 COLOURS = ("red", "green", "blue", "white")
 
@@ -29,9 +27,7 @@ COLOURS = ("red", "green", "blue", "white")
 @pytest.fixture(scope="module")
 def clip():
     torch.manual_seed(0)
-    bert = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = ClipConfig(ImageConfig(kwargs={"patch_size": 2}, size=16), TextConfig(config=bert, vocabulary=60), width=8)
-    return Clip(config, make_tokenizer(config.text, ["a red heart", "a green apple", "the sea is blue"])).eval()
+    return Clip(small_config(), small_tokenizer()).eval()
 
 
 @pytest.fixture
@@ -122,7 +118,7 @@ def test_search_takes_an_emoji_for_its_name():
         ("x" * 301, {}, "301 characters, more than 300"),
         ("red", {"top": 0}, "top=0 must be at least 1"),
         ("red", {"vendor": "apple"}, "vendor='apple': the gallery has plain, bold"),
-        (b"no picture", {}, "UnidentifiedImageError"),
+        (b"no picture", {}, "not a picture"),
     ],
 )
 def test_search_rejects(query, options, message):
@@ -144,14 +140,11 @@ def test_emoji_gallery_finds_each_concept_once_with_all_drawings(clip, few_emoji
     assert [hit.label for hit in hits] != [concept.name for concept in concepts] and len(hits) == len(concepts)
     for hit in hits:
         assert all(concepts[drawings[k].concept].name == hit.label for k in (hit.index, *hit.others))
-    assert {"ℹ️", "☎️"} & {hit.emoji for hit in hits}, "to be copied as they are written, with U+FE0F"
+    assert "☎️" in {hit.emoji for hit in hits}, "to be copied as they are written, with U+FE0F"
     assert any(concept.toned for concept in concepts) and not any("skin" in hit.label for hit in gallery.search("a", top=999))
     pixels = emoji_drawings.load_drawings(16, cache=tmp_path)
-    assert torch.equal(gallery.features[5], clip.encode_images(pixels[: len(drawings)])[5]) or torch.allclose(
-        gallery.features, clip.encode_images(pixels), atol=1e-5
-    )
-    drawn = gallery.draw(7, 16)
-    assert torch.equal(torch.tensor(list(drawn.getdata())).T.reshape(3, 16, 16).byte(), pixels[7])
+    torch.testing.assert_close(gallery.features, clip.encode_images(pixels), atol=1e-5, rtol=0)
+    assert gallery.draw(7, 16).tobytes() == pixels[7].permute(1, 2, 0).contiguous().numpy().tobytes()
 
 
 class FivePairs:
@@ -164,7 +157,9 @@ class FivePairs:
 
     def read(self, indices, size):
         rows = [k for k in indices if k != 1]
-        images = torch.stack([torch.full((3, size, size), 50 * k) for k in rows]).byte() if rows else torch.zeros(0, 3, size, size)
+        images = (
+            torch.stack([torch.full((3, size, size), 50 * k) for k in rows]).byte() if rows else torch.zeros(0, 3, size, size)
+        )
         return PairBatch(images.byte(), self.captions(rows), torch.tensor(rows), torch.tensor(rows) + 100)
 
     def captions(self, indices):
@@ -283,7 +278,6 @@ def test_command_searches_by_picture(run, tmp_path, capsys):
 )
 def test_command_rejects(run, args, message, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path / "data")
-    monkeypatch.setattr(run_gallery.Clip, "from_pretrained", lambda _: colour_gallery()[1]) if "noto" not in args else None
     with pytest.raises(SystemExit, match=message):
         main([str(run), *args])
 
@@ -296,10 +290,9 @@ def test_drawing_has_query_and_pictures_where_they_belong(tmp_path):
         colours = [[two.getpixel((304 + 14 + 48 + k * 136, top + 14 + 48)) for k in range(4)] for top in (36, 36 + 192)]
         assert one.size == (two.width, two.height - 192)
         assert one.crop((0, 0, one.width, 190)).tobytes() == two.crop((0, 0, one.width, 190)).tobytes()
-        left = two.crop((272, 0, 302, two.height - 60))
-        assert left.getextrema() == tuple((part, part) for part in (246, 245, 242)) or len(set(left.getdata())) == 2
-    assert [colour for colour in colours[0][:3]] == [(255, 0, 0), (255, 128, 0), (255, 255, 0)]
-    assert colours[1][0] in ((0, 0, 255), (51, 26, 230))
+        between = two.crop((282, 0, 302, 190)), two.crop((282, 240, 302, 400))
+    assert colours[0][:3] == [(255, 0, 0), (255, 128, 0), (255, 255, 0)] and colours[1][0] == (0, 0, 255)
+    assert all(len(part.getcolors()) == 1 for part in between), "words run into the pictures"
 
 
 def test_drawing_takes_hostile_names_and_odd_queries(tmp_path):
@@ -317,8 +310,3 @@ def test_drawing_takes_hostile_names_and_odd_queries(tmp_path):
 def test_slug_is_fit_for_a_file_name():
     assert slug(["Red heart!"]) == "red-heart" and slug(["../../etc/passwd", "x"]) == "etc-passwd-and-1-more"
     assert slug(["❤️"]) == "query" and slug(["漢字"]) == "漢字" and len(slug(["ab " * 99])) <= 40
-
-
-def test_broken_image_error_is_what_the_page_catches():
-    with pytest.raises(BrokenImageError):
-        colour_gallery()[0].search(b"GIF89a")

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -28,6 +29,8 @@ SEED, BATCH, WIDTH = 3, 50, 32  # 50 samples: uneven over 3 ranks
 
 def main() -> None:
     args = parse()
+    if args.linger:
+        threading.Thread(target=time.sleep, args=(600,)).start()
     with (
         start_ranks(timeout=args.timeout) as ranks,
         Stopping() as stopping,
@@ -61,8 +64,8 @@ def main() -> None:
             if stop:
                 break
             time.sleep(args.pace)
-        if ranks.first:
-            print(f"ends after step {step + 1}{f', told by {stopping.told}' if stopping.told else ''}", flush=True)
+    if ranks.first:
+        print(f"ends after step {step + 1}{f', told by {stopping.told}' if stopping.told else ''}", flush=True)
 
 
 class Mlp(nn.Module):
@@ -117,6 +120,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=30, help="of collectives")
     parser.add_argument("--patience", type=float, default=30, help="of the watchdog")
     parser.add_argument("--pace", type=float, default=0, help="seconds to sleep after each step")
+    parser.add_argument("--linger", action="store_true", help="with a thread that does not let the interpreter exit")
     parser.add_argument("--fault", action="append", default=[], help="kind:rank:step")
     args = parser.parse_args()
     args.dir.mkdir(parents=True, exist_ok=True)

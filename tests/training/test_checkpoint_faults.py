@@ -340,6 +340,21 @@ def test_an_error_in_the_background_is_not_lost(ranks, tmp_path, rank, function)
     assert [path.name for path in commits.list_steps(tmp_path)] == ["step-00000001"]
 
 
+def save_alone(folder):
+    """As if rank 1 had stopped."""
+    checkpoints = Checkpoints(folder, timeout=1.0)
+    if dist.get_rank() == 0:
+        checkpoints.save(1, model_of(1.0), {}, {})
+        with pytest.raises(RuntimeError, match="checkpoint of step 1: rank 0 has lost the others"):
+            checkpoints.wait()
+    dist.barrier()
+
+
+def test_a_rank_that_does_not_answer(ranks, tmp_path):
+    ranks(save_alone, tmp_path, world_size=2)
+    assert loaded(tmp_path) == (None, [])
+
+
 # ---- malice
 
 

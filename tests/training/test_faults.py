@@ -42,7 +42,7 @@ def killed_twice(directory: Path) -> Ended:
 
 
 def killed_for_good(directory: Path) -> Ended:
-    with on_one_host(directory, "--fault=kill:1:6", "--patience=10") as launch:
+    with on_one_host(directory, "--fault=kill:1:6", "--patience=60", "--linger") as launch:
         return ended(launch)
 
 
@@ -59,18 +59,21 @@ def asleep(directory: Path) -> Ended:
 
 
 def told_to_stop(directory: Path) -> list[Ended]:
-    """2 ranks until torchrun gets SIGTERM, 2 until one rank does, then 3, then 1 without torchrun."""
+    """2 ranks until torchrun gets SIGTERM, 2 until one rank does, 3 until torchrun is killed, then 1 without torchrun."""
     seen = []
     with on_one_host(directory, "--pace=0.5", "--every=100") as launch:
         launch.wait_for_step(2)
         launch.process.send_signal(signal.SIGTERM)
         seen.append(ended(launch))
-    first = seen[0].losses[-1]["step"] + 1
-    for size, fault in ((2, f"terminate:1:{first + 1}"), (3, f"terminate:2:{first + 3}")):
-        with on_one_host(directory, f"--fault={fault}", "--every=100", ranks=size) as launch:
-            seen.append(ended(launch))
-        (directory / "terminate.pid").unlink()
-    with alone(directory) as launch:
+    step = seen[-1].losses[-1]["step"] + 1
+    with on_one_host(directory, f"--fault=terminate:1:{step}", "--every=100") as launch:
+        seen.append(ended(launch))
+    with on_one_host(directory, "--pace=0.5", "--every=100", "--steps=100", "--patience=10", ranks=3) as launch:
+        launch.wait_for_step(step + 1)
+        os.kill(launch.process.pid, signal.SIGKILL)
+        launch.wait_until(lambda: "ends after step" in launch.output, "the ranks to stop by themselves")
+        seen.append(ended(launch))
+    with alone(directory, f"--steps={STEPS}") as launch:
         seen.append(ended(launch))
     return seen
 
@@ -133,6 +136,7 @@ def test_killed_rank_without_restarts_ends_the_run_and_is_named(scenario):
     assert "missing: rank 1 on " in run.output
     assert "not heard of for" in run.output
     assert "gives up" not in run.output  # the others did not have to wait for the watchdog
+    assert "SIGALRM" in run.output  # nor for a thread that hangs
     assert run.losses[-1]["step"] == 5
 
 
@@ -167,7 +171,7 @@ def test_run_told_to_stop_saves_and_goes_on_at_that_very_step(scenario):
 
 def test_world_size_changes_across_restarts(scenario):
     runs, reference = scenario(told_to_stop), by_step(scenario(unbroken).losses)
-    assert [run.status for run in runs[1:]] == [0, 0, 0], runs[-1].output
+    assert [run.status for run in runs[1:]] == [0, -signal.SIGKILL, 0], runs[-1].output
     assert [line["step"] for line in runs[-1].losses] == list(range(STEPS))
     assert [line["ranks"] for line in runs[-1].losses] == sorted(
         (line["ranks"] for line in runs[-1].losses), key=[2, 3, 1].index

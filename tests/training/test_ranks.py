@@ -5,20 +5,19 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from unisono.collectives import all_reduce
 from unisono_models.training import stopping as stopping_module
 from unisono_models.training.heartbeat import Heartbeat
 from unisono_models.training.meeting import meet
 from unisono_models.training.ranks import Ranks, start_ranks
 from unisono_models.training.roll_call import RollCall, Word, who_is_missing
 from unisono_models.training.stopping import Stopping
-from unisono_models.training.talk import hear
 
 ONE = Ranks(0, 1, 0, torch.device("cpu"))
 
@@ -136,7 +135,7 @@ def test_a_message_names_a_few_of_many_ranks():
 
 def with_a_store_that_hangs():
     roll = RollCall(dist.get_rank(), dist.get_world_size(), patience=0.2)
-    with pytest.raises(TimeoutError, match="the store at .* does not answer"):
+    with pytest.raises(TimeoutError, match=r"the store at .* does not answer"):
         roll.within(threading.Event().wait)
 
 
@@ -147,25 +146,25 @@ def test_a_store_that_does_not_answer_is_named_in_time(ranks):
 # heartbeat.py
 
 
-def with_a_failure_on_rank_1(error_of_rank_1):
-    with start_ranks() as ranks:
-        dist.barrier()
-        if ranks.rank == 1:
-            with pytest.raises(type(error_of_rank_1)), Heartbeat(ranks, timeout=4) as heartbeat:
-                heartbeat.beat(3)
-                raise error_of_rank_1
-            hear("done")
-            return ""
-        with pytest.raises(RuntimeError, match="closed by peer") as caught, Heartbeat(ranks, timeout=4) as heartbeat:
-            heartbeat.beat(5)
-            time.sleep(0.3)
-            raise RuntimeError("closed by peer")  # as collectives do
-        hear("done")
-        return "\n".join(caught.value.__notes__)
+def fail(step, error):
+    """The notes that the error has after a Heartbeat."""
+    with start_ranks() as ranks, suppress(type(error)), Heartbeat(ranks, timeout=4) as heartbeat:
+        heartbeat.beat(step)
+        raise error
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+def with_a_failure_on_rank_1():
+    if dist.get_rank() == 1:
+        fail(3, ValueError("a fault\nof its own"))
+    dist.barrier()
+    notes = fail(5, RuntimeError("closed by peer")) if dist.get_rank() != 1 else ""  # as collectives say
+    dist.barrier()
+    return notes
 
 
 def test_an_error_of_another_rank_is_quoted(ranks):
-    notes = ranks(with_a_failure_on_rank_1, ValueError("a fault\nof its own"), world_size=3)
+    notes = ranks(with_a_failure_on_rank_1, world_size=3)
     for rank in (0, 2):
         assert f"rank {rank} on " in notes[rank] and ", at step 5 for " in notes[rank]
         assert "failed too: rank 1 on " in notes[rank]
@@ -173,13 +172,11 @@ def test_an_error_of_another_rank_is_quoted(ranks):
 
 
 def with_an_error_of_its_own():
-    with start_ranks() as ranks, pytest.raises(ValueError) as caught, Heartbeat(ranks, timeout=4):
-        raise ValueError("not the others' fault")
-    return getattr(caught.value, "__notes__", [])
+    return fail(3, ValueError("not the others' fault"))
 
 
 def test_an_error_that_no_other_rank_can_have_caused_gets_no_note(ranks):
-    assert ranks(with_an_error_of_its_own, world_size=2) == [[], []]
+    assert ranks(with_an_error_of_its_own, world_size=2) == ["", ""]
 
 
 def test_heartbeat_works_on_one_rank_without_a_group():
@@ -194,16 +191,19 @@ def test_heartbeat_works_on_one_rank_without_a_group():
 def test_a_rank_that_stands_still_shows_its_stacks_and_may_go_on(capfd):
     with Heartbeat(ONE, timeout=0.4) as heartbeat:  # gives up only after 3 s more
         heartbeat.beat(7)
-        a_function_that_takes_long(heartbeat)
+        printed = read_until_stacks(capfd)
         heartbeat.beat(8)
-    printed = capfd.readouterr().err
     assert "rank 0 on " in printed and "at step 7 for" in printed
     assert printed.count("no progress for 0.4 s. Its stacks:") == 1
-    assert "in a_function_that_takes_long" in printed
+    assert "in read_until_stacks" in printed
 
 
-def a_function_that_takes_long(heartbeat):
-    heartbeat._shown.wait(3)
+def read_until_stacks(capfd):
+    printed, deadline = "", time.monotonic() + 20
+    while "read_until_stacks" not in printed and time.monotonic() < deadline:
+        time.sleep(0.02)
+        printed += capfd.readouterr().err
+    return printed
 
 
 # stopping.py
@@ -253,12 +253,3 @@ def test_a_terminate_signal_does_not_end_a_rank_that_fails():
 def test_stopping_rejects_an_interval_below_1():
     with pytest.raises(ValueError, match="Stopping: every=0: must be at least 1"):
         Stopping(every=0)
-
-
-def what_agreeing_costs():
-    with Stopping() as stopping:
-        all_reduce(torch.zeros(1))
-        start = time.perf_counter()
-        for _ in range(2000):
-            stopping.agreed()
-        return (time.perf_counter() - start) / 2000

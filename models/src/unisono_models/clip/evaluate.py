@@ -72,7 +72,7 @@ def evaluate(encoder: Encoder, tests: Mapping[str, TestSet]) -> dict[str, float]
     Tasks: text_to_image, image_to_text, image_to_image where there are queries, zero_shot where there are classes.
     """
     encoder.model.eval()
-    figures = {}
+    figures: dict[str, float] = {}
     for name, test in tests.items():
         images, texts, concepts = encoder.pairs(test.pairs)
         found = retrieval_metrics(texts, images, ids=concepts)
@@ -82,7 +82,9 @@ def evaluate(encoder: Encoder, tests: Mapping[str, TestSet]) -> dict[str, float]
             queries = encoder.pairs(test.queries)[0]
             figures |= _one_way(f"{name}/image_to_image", retrieval_metrics(queries, images, ids=concepts))
         if test.classes:
-            classes = F.normalize(encoder.captions(prompts_for(test.classes)).unflatten(0, (len(test.classes), -1)).mean(1), dim=1)
+            classes = F.normalize(
+                encoder.captions(prompts_for(test.classes)).unflatten(0, (len(test.classes), -1)).mean(1), dim=1
+            )
             truth = torch.tensor([test.class_of[c] for c in concepts.tolist()], device=images.device)
             right = ((images @ classes.T).argmax(1) == truth).to(images.dtype)
             figures[f"{name}/zero_shot/accuracy"] = float(global_mean(right))
@@ -93,7 +95,7 @@ def evaluate(encoder: Encoder, tests: Mapping[str, TestSet]) -> dict[str, float]
 @torch.no_grad()
 def pixel_floor(tests: Mapping[str, TestSet], ranks: Ranks, *, size: int = 32) -> dict[str, float]:
     """Image to image by the pixels themselves: what a model must beat."""
-    figures = {}
+    figures: dict[str, float] = {}
     for name, test in tests.items():
         if test.queries is None:
             continue

@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -18,9 +19,6 @@ from unisono_models.clip.data.images import fit_picture
 from unisono_models.clip.text import CaptionTokenizer
 from unisono_models.clip.towers import ImageTower, TextTower
 from unisono_models.training.config_json import config_from_json, config_to_json
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
@@ -42,17 +40,20 @@ class Clip(nn.Module):
         self.scale, self.bias = 1.0, 0.0  # of the logits, as learned: set when the model is exported
 
     @torch.inference_mode()
-    def encode_images(self, images: Tensor | Sequence[Image]) -> Tensor:
+    def encode_images(self, images: Tensor | Sequence[Image.Image]) -> Tensor:
         """Features of pictures: uint8 of shape (n, 3, height, width), or of Pillow. Of any size; cropped to a square."""
         size = self.config.image.size
         if not isinstance(images, Tensor):
-            images = torch.stack([fit_picture(x, size) for x in images]) if images else torch.zeros(0, 3, size, size).byte()
+            images = (
+                torch.stack([fit_picture(x, size) for x in images]) if len(images) else torch.zeros(0, 3, size, size).byte()
+            )
+        assert isinstance(images, Tensor)
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
-            raise ValueError(f"encode_images: images: expected uint8 of shape (n, 3, h, w), got {images.dtype} {tuple(images.shape)}")
+            raise ValueError(
+                f"encode_images: images: expected uint8 of shape (n, 3, h, w), got {images.dtype} {tuple(images.shape)}"
+            )
         if len(images) and images.shape[2:] != (size, size):
-            from torchvision.transforms import v2
-
-            images = v2.functional.center_crop(v2.functional.resize(images, [size], antialias=True), [size, size])
+            images = torch.stack([fit_picture(Image.fromarray(x.permute(1, 2, 0).cpu().numpy()), size) for x in images])
         parameter = next(self.parameters())
         return F.normalize(self.image(images.to(parameter.device, parameter.dtype) / 255), dim=1)
 
@@ -112,4 +113,6 @@ def _downloaded(name: str, revision: str | None) -> Path:
     except HFValidationError as error:
         raise FileNotFoundError(f"Clip.from_pretrained: {name}: no such folder, nor a name of the hub ({error})") from error
     except Exception as error:  # the client's errors for "no such" and "cannot reach" have no common class
-        raise FileNotFoundError(f"Clip.from_pretrained: {name}: no such folder, and the hub does not give it: {error}") from error
+        raise FileNotFoundError(
+            f"Clip.from_pretrained: {name}: no such folder, and the hub does not give it: {error}"
+        ) from error

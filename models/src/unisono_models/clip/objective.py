@@ -39,10 +39,8 @@ class Learner(nn.Module):
     def forward(self, batch: Mapping[str, Any], part: Part = "all") -> Tensor | dict[str, Tensor]:
         """The losses of a batch by name, their weighted sum as "loss"; or the features of one part of it, of unit length."""
         if part != "all":
-            with dropout_for(Samples(batch["seed"], batch["step"], batch["index"])):
-                tower = self.clip.text if part == "text" else self.clip.image
-                return _unit(tower(batch[part]))
-        losses = self.losses(*(self.forward(batch, part) for part in self.parts), concepts=batch["concepts"])
+            return self._encode(batch, part)
+        losses = self.losses(*(self._encode(batch, each) for each in self.parts), concepts=batch["concepts"])
         if self.language is not None:
             losses["language"] = self._masked_language(batch)
             losses["loss"] = losses["loss"] + self.config.language_weight * losses["language"]
@@ -66,6 +64,11 @@ class Learner(nn.Module):
             total = total + self.config.view_weight * losses["views"]
         return {"loss": total} | losses
 
+    def _encode(self, batch: Mapping[str, Any], part: Part) -> Tensor:
+        with dropout_for(Samples(batch["seed"], batch["step"], batch["index"])):
+            tower = self.clip.text if part == "text" else self.clip.image
+            return _unit(tower(batch[part]))
+
     def _masked_language(self, batch: Mapping[str, Any]) -> Tensor:
         """Cross entropy of tokens that were masked, 15 of 100, over the global batch."""
         assert self.language is not None
@@ -75,7 +78,9 @@ class Learner(nn.Module):
         with dropout_for(Samples(seed, step, index)):
             states, _ = self.clip.text.states(seen)
         logits = self.language(states[masked])
-        return global_mean(F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, tokens[masked], reduction="none"))
+        return global_mean(
+            F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, tokens[masked], reduction="none")
+        )
 
 
 def backward(model: nn.Module, learner: Learner, batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -105,15 +110,16 @@ def backward(model: nn.Module, learner: Learner, batch: Mapping[str, Any]) -> di
 
 
 def _pair_loss(config: ObjectiveConfig) -> ClipLoss | SigmoidLoss:
-    scale = {} if config.init_scale is None else {"init_scale": config.init_scale}
-    same = {} if config.same_concept == "negative" else {"same_id": config.same_concept}
+    options: dict[str, Any] = {"exchange": config.exchange}
+    if config.init_scale is not None:
+        options["init_scale"] = config.init_scale
+    if config.same_concept != "negative":
+        options["same_id"] = config.same_concept
     if config.loss == "clip":
-        return ClipLoss(
-            **scale, **same, exchange=config.exchange, label_smoothing=config.label_smoothing, decoupled=config.decoupled
-        )
+        return ClipLoss(label_smoothing=config.label_smoothing, decoupled=config.decoupled, **options)
     if config.decoupled or config.label_smoothing:
         raise ValueError("objective.loss=sigmoid has neither decoupled nor label_smoothing")
-    return SigmoidLoss(**scale, **same, exchange=config.exchange)
+    return SigmoidLoss(**options)
 
 
 def _unit(features: Tensor) -> Tensor:

@@ -111,5 +111,8 @@ def _show(rows: Sequence[Mapping[str, Any]], run: RunDirectory) -> None:
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else cell for cell in cells))
     console = Console(width=None if Console().is_terminal else 110)
     console.print(table)
-    console.print(f"Report:  {run.path / 'report.html'}\nSearch:  python -m unisono_models.clip.search {run.path} \"red heart\"", soft_wrap=True)
+    console.print(
+        f'Report:  {run.path / "report.html"}\nSearch:  python -m unisono_models.clip.search {run.path} "red heart"',
+        soft_wrap=True,
+    )
     console.print(f"Type and see:  python -m unisono_models.clip.serve {run.path}", soft_wrap=True)

@@ -69,7 +69,9 @@ def make_tokenizer(config: TextConfig, captions: Iterable[str]) -> CaptionTokeni
             raise ValueError("text.tokenizer=model needs a text.model to take it from")
         from transformers import AutoTokenizer
 
-        return CaptionTokenizer(AutoTokenizer.from_pretrained(text_folder(config.model)).backend_tokenizer, tokens=config.tokens)
+        return CaptionTokenizer(
+            AutoTokenizer.from_pretrained(text_folder(config.model)).backend_tokenizer, tokens=config.tokens
+        )
     return CaptionTokenizer(_trained(captions, config.vocabulary), tokens=config.tokens)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import timm
 import torch
 import transformers
+from timm.layers.norm_act import freeze_batch_norm_2d
 from torch import Tensor, nn
 
 from unisono_models.clip.config import ImageConfig, TextConfig
@@ -19,12 +20,7 @@ class ImageTower(nn.Module):
 
     def __init__(self, config: ImageConfig, width: int) -> None:
         super().__init__()
-        local = config.pretrained not in ("", "timm")
-        overlay = {"pretrained_cfg_overlay": {"file": config.pretrained}} if local and not _in_package(config) else {}
-        loads = config.pretrained == "timm" or bool(overlay)
-        trunk = timm.create_model(config.model, pretrained=loads, num_classes=0, **overlay, **config.kwargs)
-        if _in_package(config):
-            load_in_order(trunk, config.pretrained)
+        trunk = _image_trunk(config)
         self.trunk = _without_batch_statistics(own_dropout(trunk), config)
         mean, std = (torch.tensor(trunk.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
         self.register_buffer("mean", mean, persistent=False)
@@ -109,7 +105,7 @@ def _text_trunk(config: TextConfig, vocabulary: int) -> Any:
     if config.model:
         settings = transformers.AutoConfig.from_pretrained(text_folder(config.model))
     elif "model_type" in config.config:
-        fields = {"vocab_size": vocabulary} | config.config
+        fields: dict[str, Any] = {"vocab_size": vocabulary} | config.config
         settings = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     else:
         raise ValueError(f"text.config: {config.config} has no model_type, such as bert; or give text.model")
@@ -118,11 +114,18 @@ def _text_trunk(config: TextConfig, vocabulary: int) -> Any:
             setattr(settings, name, 0.0)  # it is drawn inside a fused function, where no mask of ours reaches
     if config.model:
         return transformers.AutoModel.from_pretrained(text_folder(config.model), config=settings)
-    return transformers.AutoModel.from_config(settings)
+    return transformers.AutoModel.from_config(settings)  # type: ignore[no-untyped-call]
 
 
-def _in_package(config: ImageConfig) -> bool:
-    return config.pretrained.startswith("package:")
+def _image_trunk(config: ImageConfig) -> Any:
+    packaged = config.pretrained.startswith("package:")
+    from_file = config.pretrained not in ("", "timm") and not packaged
+    overlay: dict[str, Any] = {"pretrained_cfg_overlay": {"file": config.pretrained}} if from_file else {}
+    loads = from_file or config.pretrained == "timm"
+    trunk = timm.create_model(config.model, pretrained=loads, num_classes=0, **overlay, **config.kwargs)
+    if packaged:
+        load_in_order(trunk, config.pretrained)
+    return trunk
 
 
 def _without_batch_statistics(trunk: nn.Module, config: ImageConfig) -> nn.Module:
@@ -131,7 +134,7 @@ def _without_batch_statistics(trunk: nn.Module, config: ImageConfig) -> nn.Modul
     if not found or config.batch_norm == "local":
         return trunk
     if config.batch_norm == "frozen":
-        frozen: nn.Module = timm.layers.freeze_batch_norm_2d(trunk)
+        frozen: nn.Module = freeze_batch_norm_2d(trunk)  # type: ignore[no-untyped-call]
         return frozen
     raise ValueError(
         f"image.model {config.model}: {len(found)} layers of batch norm, the first one {found[0]}: a step would depend on the "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from unisono_models.clip.batches import Batches
 from unisono_models.clip.config import Config
@@ -45,7 +46,7 @@ def train(recipe: str, config: Config, ranks: Ranks, heartbeat: Heartbeat) -> No
     torch.manual_seed(key_of(seed, "weights"))  # the same weights on every rank
     tokenizer = shared_tokenizer(config.model.text, source.captions, run.path / "tokenizer.json", ranks)
     learner = Learner(Clip(config.model, tokenizer), config.objective).to(ranks.device, dtype_of(config.parallel))
-    read_text = tokenizer
+    read_text: Callable[[Sequence[str]], Tensor] = tokenizer
     if config.model.text.frozen and source.complete:
         read_text = CaptionFeatures(learner.clip, known_captions(source), ranks)
     model = parallelize(learner, config.parallel, ranks)
@@ -54,7 +55,10 @@ def train(recipe: str, config: Config, ranks: Ranks, heartbeat: Heartbeat) -> No
     order = SampleOrder(len(source.train), config.data.batch, seed, source.weights)
     batches = Batches(read_text, config.augment, seed, ranks.device, dtype_of(config.parallel), learner.config.view_weight > 0)
     encoder = Encoder(model, read_text, ranks, size, dtype_of(config.parallel))
-    with Checkpoints(run.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout) as checkpoints, Stopping() as stopping:
+    with (
+        Checkpoints(run.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout) as checkpoints,
+        Stopping() as stopping,
+    ):
         first, state = checkpoints.load(model, optimizer) or (0, {})
         skipped = Skipped(before=state.get("skipped"))
         last = steps if config.run.stop_after is None else min(steps, config.run.stop_after)

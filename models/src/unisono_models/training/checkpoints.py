@@ -111,7 +111,10 @@ class Checkpoints:
         self._pending = (step, self._thread.submit(self._write, step, tensors, text, None if score is None else float(score)))
 
     def wait(self) -> None:
-        """Until the save that is under way has ended, one way or the other. A failure is reported and added to `failures`."""
+        """Until the save that is under way has ended, one way or the other. A failure is reported and added to `failures`.
+
+        Raises: RuntimeError if another rank did not answer. That is no fault of the disk, and training cannot go on either.
+        """
         if self._pending is None:
             return
         (step, result), self._pending = self._pending, None
@@ -178,7 +181,7 @@ class Checkpoints:
             torch.accelerator.synchronize()
 
     def _write(self, step: int, tensors: dict[str, Tensor], text: bytes, score: float | None) -> str:
-        """In the background: what went wrong, or nothing. The same on every rank, unless the ranks have lost each other."""
+        """In the background: what went wrong, or nothing, the same on every rank."""
         path = commits.step_directory(self.directory, step)
         try:
             with self._together("begin"):
@@ -195,6 +198,10 @@ class Checkpoints:
             if self._rank == 0:
                 with suppress(OSError):
                     commits.abandon(path)
+            if self._size > 1 and not isinstance(error, RanksError | CheckpointException):  # not one that all agreed on
+                raise RuntimeError(
+                    f"checkpoint of step {step}: rank {self._rank} has lost the others: {_explain(error)}"
+                ) from error
             return _explain(error)
         if self._rank == 0:
             try:

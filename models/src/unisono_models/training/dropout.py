@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from unisono_models.training.randomness import uniform
@@ -88,12 +87,14 @@ class SampleDropout(nn.Module):
             return x
         samples = _samples.get()
         if samples is None:
-            raise RuntimeError(f"SampleDropout {self.stream!r}: in training mode it needs to know the samples: dropout_for(...)")
+            raise RuntimeError(
+                f"SampleDropout {self.stream!r}: in training mode it needs to know the samples: dropout_for(...)"
+            )
         if not len(samples.index):  # a rank without samples may run on a row of its own, to stay in step
             return x
         if len(x) != len(samples.index):
             raise ValueError(
-                f"SampleDropout {self.stream!r}: an input of {len(x)} rows for {len(samples.index)} samples; dim 0 must be the batch"
+                f"SampleDropout {self.stream!r}: an input of {len(x)} rows for {len(samples.index)} samples: dim 0 is the batch"
             )
         shape = (1,) * (x.ndim - 1) if self.whole else x.shape[1:]
         kept = uniform(samples.seed, self.stream, samples.step, samples.index, shape) >= self.rate

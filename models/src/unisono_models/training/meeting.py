@@ -45,9 +45,9 @@ def meet(store: Store, *, rank: int, size: int, timeout: float) -> Store:
             return PrefixStore(f"unisono/{token}", store)
         if time.monotonic() > deadline:
             others = set(range(size)) - {rank}
-            came = token and heard is None  # rank 0 is there and waits, as this rank does
-            absent = {r for r in others - {0} if not store.check([_answer(token, r)])} if came else {0}
-            raise TimeoutError(_absence(absent, rank, size, timeout))
+            waits = bool(token) and heard is None  # rank 0, as this rank does: unless all have answered it
+            absent = {r for r in others - {0} if not store.check([_answer(token, r)])} if waits else set()
+            raise TimeoutError(_absence(absent or {0}, rank, size, timeout))
         time.sleep(_PAUSE)
 
 

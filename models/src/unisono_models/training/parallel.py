@@ -60,7 +60,7 @@ def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
     Known by their place: members of a ModuleList or Sequential of one class that is not torch's own; the innermost such.
     """
-    found = {}
+    found: dict[str, nn.Module] = {}
     for name, parent in model.named_modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential) and len({type(child) for child in parent}) == 1:
             child = next(iter(parent))

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 T = TypeVar("T")
 _SHOWN = 8  # ranks that a message names one by one
+_CALLERS = 16  # ranks that call the roll: of thousands that fail together, the store would choke
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,14 @@ class RollCall:
 
     def hear(self) -> list[Word | None]:
         """The last word of every rank, None for one that never spoke."""
-        return [self._read(rank) for rank in range(self.size)]
+        keys = [f"roll/{rank}" for rank in range(self.size)]
+        if self._store.check(keys):
+            return [_word(text) for text in self._store.multi_get(keys)]
+        return [_word(self._store.get(key)) if self._store.check([key]) else None for key in keys]
+
+    def turn(self) -> int:
+        """1 for the rank that asks first, and so on."""
+        return int(self._store.add("roll/turns", 1))
 
     def ask_for_stacks(self) -> None:
         self._store.set("roll/stacks", str(self.rank))
@@ -56,10 +64,6 @@ class RollCall:
     def asked_for_stacks(self) -> int | None:
         """The rank that wants to know what every rank is doing, if one does."""
         return int(self._store.get("roll/stacks")) if self._store.check(["roll/stacks"]) else None
-
-    def _read(self, rank: int) -> Word | None:
-        key = f"roll/{rank}"
-        return Word(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def within(self, call: Callable[[], T]) -> T:
         """What `call` returns, if the store answers within `patience` seconds: else TimeoutError, which says what that means.
@@ -122,8 +126,14 @@ def who_is_missing(before: Sequence[Word | None], after: Sequence[Word | None], 
 def call_the_roll(roll: RollCall, *, pause: float) -> str:
     """Who is missing, as lines; or that the store is out of reach. Takes `pause` seconds, in which a living rank speaks."""
     try:
+        if roll.within(roll.turn) > _CALLERS:
+            return "who is missing is told by the ranks that failed first: see their output"
         before = roll.within(roll.hear)
         time.sleep(pause)
         return who_is_missing(before, roll.within(roll.hear), rank=roll.rank, now=time.time())
     except TimeoutError as error:
         return str(error)
+
+
+def _word(text: bytes) -> Word:
+    return Word(**json.loads(text))

@@ -20,7 +20,7 @@ class Skipped:
         skipped = Skipped()
         skipped.add(batch)
         skipped.check(0.01)
-        skipped.report()  ->  2 of 2,048 pairs skipped. empty caption: 2, such as 00003.tar/31.jpg (row 31); 00008.tar/86.jpg (row 86)
+        skipped.report()  ->  1 of 2,048 pairs skipped. empty caption: 1, such as 00003.tar/31.jpg (row 31)
     """
 
     def __init__(self, *, before: Mapping[str, Json] | None = None) -> None:
