@@ -19,9 +19,9 @@ class Launch:
     """A command under way, with small_run.py as its program: `torchrun(...)` and `alone(...)` make one."""
 
     def __init__(self, command: list[str], directory: Path, *, name: str = "output", env: dict[str, str] | None = None) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "tmp").mkdir(parents=True, exist_ok=True)
         self.directory, self.log = directory, directory / f"{name}.txt"
-        settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | (env or {})
+        settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(directory / "tmp")} | (env or {})
         with self.log.open("a") as log:
             self.start = self.log.stat().st_size
             self.process = subprocess.Popen(

@@ -146,10 +146,10 @@ def loaded_and_saved(folder, kind, step):
 
 def test_ranks_and_kinds_may_change(ranks, tmp_path):
     expected = ranks(trained_and_saved, tmp_path, "ddp", 1, world_size=2)[0]
-    for step, (world_size, kind) in enumerate([(3, "fsdp"), (4, "hybrid"), (1, "plain"), (2, "fsdp"), (3, "ddp")], start=2):
+    for step, (world_size, kind) in enumerate([(3, "fsdp"), (1, "ddp"), (2, "fsdp")], start=2):
         for found in ranks(loaded_and_saved, tmp_path, kind, step, world_size=world_size):
             assert_equal(found, expected)
-    assert_equal(loaded_and_saved(tmp_path, "plain", 7), expected)  # no process group
+    assert_equal(loaded_and_saved(tmp_path, "plain", 5), expected)  # no process group
 
 
 def save_wide(folder):
@@ -160,8 +160,12 @@ def save_wide(folder):
 
 def test_copies_are_written_once(ranks, tmp_path):
     ranks(save_wide, tmp_path, world_size=4)
-    tensors = Model(width=1000).state_dict().values()  # a tied weight counts twice
-    assert sum(file.stat().st_size for file in tmp_path.rglob("*.bin")) < sum(t.nbytes for t in tensors) + 4 * 64 * len(tensors)
+    expected, found = Model(width=1000).state_dict(), Model(width=1000, seed=1)
+    limit = sum(tensor.nbytes for tensor in expected.values()) + 4 * 64 * len(expected)  # a tied weight counts twice
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.bin")) < limit
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.load(found, {})
+    assert_equal(dict(found.state_dict()), dict(expected))
 
 
 def test_saving_before_the_first_step_changes_nothing(tmp_path):

@@ -61,14 +61,14 @@ def asleep(directory: Path) -> Ended:
 def told_to_stop(directory: Path) -> list[Ended]:
     """2 ranks until torchrun gets SIGTERM, 2 until one rank does, 3 until torchrun is killed, then 1 without torchrun."""
     seen = []
-    with on_one_host(directory, "--pace=0.5", "--every=100") as launch:
+    with on_one_host(directory, "--pace=1", "--every=100") as launch:
         launch.wait_for_step(2)
         launch.process.send_signal(signal.SIGTERM)
         seen.append(ended(launch))
     step = seen[-1].losses[-1]["step"] + 1
     with on_one_host(directory, f"--fault=terminate:1:{step}", "--every=100") as launch:
         seen.append(ended(launch))
-    with on_one_host(directory, "--pace=0.5", "--every=100", "--steps=100", "--patience=10", ranks=3) as launch:
+    with on_one_host(directory, "--pace=1", "--every=100", "--steps=100", "--patience=10", ranks=3) as launch:
         launch.wait_for_step(step + 1)
         os.kill(launch.process.pid, signal.SIGKILL)
         launch.wait_until(lambda: "ends after step" in launch.output, "the ranks to stop by themselves")
@@ -86,8 +86,8 @@ def lost_a_node(directory: Path) -> Ended:
         *("--local-addr=127.0.0.1", "--max-restarts=3"),
     ]
     with (
-        torchrun(directory, "--pace=0.4", options=[*options, f"--rdzv-conf=is_host=true,{quick}"], name="stays") as stays,
-        torchrun(directory, "--pace=0.4", options=[*options, f"--rdzv-conf=is_host=false,{quick}"], name="dies") as dies,
+        torchrun(directory, "--pace=0.8", options=[*options, f"--rdzv-conf=is_host=true,{quick}"], name="stays") as stays,
+        torchrun(directory, "--pace=0.8", options=[*options, f"--rdzv-conf=is_host=false,{quick}"], name="dies") as dies,
     ):
         stays.wait_until(lambda: any(line["ranks"] == 2 and line["step"] >= 5 for line in losses(directory)), "2 ranks")
         dies.kill()

@@ -34,7 +34,7 @@ class ImageConfig:
     size: int = 32
     """Pixels square."""
     pretrained: str = ""
-    """Empty: random weights. "timm": as create_model(pretrained=True). Otherwise a file, or package:NAME for a package with weights."""
+    """Empty: random. "timm": as create_model(pretrained=True). Otherwise a file, or package:NAME for one that carries weights."""
     batch_norm: Literal["refuse", "frozen", "local"] = "refuse"
     """Batch norm makes a step depend on the split over ranks. frozen: it keeps its statistics. local: per rank, as it comes."""
     hidden: int = 0
@@ -88,7 +88,7 @@ class ObjectiveConfig:
     """Of the logits. None: 1 / 0.07 for clip, 10 for sigmoid."""
     label_smoothing: float = 0.0
     decoupled: bool = False
-    """Leave the positive pair out of the denominator (decoupled contrastive learning). Only with same_concept=negative or masked."""
+    """Leave the positive pair out of the denominator (decoupled contrastive learning)."""
     image_weight: float = 0.0
     """Of a supervised contrastive term over the pictures: drawings of one concept attract each other."""
     view_weight: float = 0.0
@@ -132,7 +132,7 @@ class DataConfig:
     batch: int = 512
     """Over all ranks."""
     split: Literal["vendor", "drawing"] = "vendor"
-    """Of the emoji. vendor: OpenMoji is held out. drawing: one drawing of each concept is. Unseen concepts are held out in both."""
+    """Of the emoji. vendor: OpenMoji is held out. drawing: one drawing of each concept is. Unseen concepts are, in both."""
     languages: tuple[str, ...] = ("en",)
     """Of the captions of the emoji."""
     words: Literal["names", "names and aliases"] = "names"

@@ -107,7 +107,7 @@ def _show(rows: Sequence[Mapping[str, Any]], run: RunDirectory) -> None:
     for name in ("test", "task", *FIGURES):
         table.add_column(name.replace("_", " "), justify="left" if name in ("test", "task") else "right")
     for row in rows:
-        cells = [row[name] if name in row else "" for name in ("test", "task", *FIGURES)]
+        cells = [row.get(name, "") for name in ("test", "task", *FIGURES)]
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else cell for cell in cells))
     console = Console(width=None if Console().is_terminal else 110)
     console.print(table)

@@ -122,7 +122,9 @@ def main(args: Sequence[str] | None = None) -> None:
         raise SystemExit(f"{PROG}: interrupted before the page was there") from None
     with server:
         gallery.search("warm up")  # so that the first who types does not wait for it
-        print(f"{len(gallery.items):,} pictures at {server.address} (Ctrl-C ends it)", flush=True)
+        print(
+            f"{len(gallery.items):,} picture{'s' * (len(gallery.items) > 1)} at {server.address} (Ctrl-C ends it)", flush=True
+        )
         if serve.open:
             webbrowser.open(server.address)
         try:

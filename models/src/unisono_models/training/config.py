@@ -42,11 +42,11 @@ class ParallelConfig:
     """How the model is spread over ranks, and in what precision it computes."""
 
     kind: Literal["ddp", "fsdp", "hybrid"] = "ddp"
-    """ddp: a copy on every rank. fsdp: parameters sharded over all ranks. hybrid: sharded over `shard` neighbours, copies of that."""
+    """ddp: a copy on every rank. fsdp: sharded over all ranks. hybrid: sharded over `shard` neighbours, and copies of that."""
     shard: int | None = None
     """Ranks that share one copy when hybrid. None: those of one host."""
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
-    """bfloat16: autocast under ddp, mixed precision under fsdp; parameters stay float32. float64: everything, to tell rounding from faults."""
+    """bfloat16: of the computation; parameters stay float32. float64: of everything, to tell rounding from faults."""
     checkpoint_activations: bool = False
     """Compute the blocks of the towers again in the backward instead of keeping their activations."""
     compile: bool = False

@@ -97,13 +97,17 @@ class Heartbeat:
     def _talk(self, roll: RollCall) -> None:
         """Keep this rank's word fresh, and pass on the wish to see stacks. May hang for ever on a cut link."""
         while not self._over.wait(self.interval):
-            with suppress(Exception):
+            try:
                 self._say(roll, "runs")
                 if self._ask.is_set():
                     roll.ask_for_stacks()
                 asker = roll.asked_for_stacks()
                 if asker is not None:
                     self._show_stacks(f"asked by rank {asker}, which makes no progress")
+            except dist.DistNetworkError:  # the connection is gone, and does not come back
+                return
+            except dist.DistError:  # the store is slow today
+                continue
 
     def _watch(self) -> None:
         """Tell when this rank makes no progress, and end it. Never waits for anyone."""
