@@ -49,9 +49,13 @@ def run(tmp_path, clip):
         Image.new("RGB", (20, 30), colour).save(data / f"{colour}.png")
     (data / "broken.png").write_bytes(b"no picture")
     rows = [f"{name}.png,a {name} wall" for name in (*COLOURS[:2], "broken", *COLOURS[2:])]
-    (data / "table.csv").write_text("\n".join(["image,caption", *rows]))
+    (data / "table.csv").write_text("\n".join(["shot,what", *rows]))
     clip.save_pretrained(path / "export")
-    config = {"model": "clip", "recipe": "mine", "config": {"data": {"source": str(data / "table.csv")}}}
+    config = {
+        "model": "clip",
+        "recipe": "mine",
+        "config": {"data": {"source": str(data / "table.csv"), "image": "shot", "caption": "what"}},
+    }
     (path / "config.json").write_text(json.dumps(config))
     return path
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -201,6 +202,22 @@ def test_several_optimizers_and_extra_tensors(tmp_path):
         assert_equal(everything(again, optimizers_again[name]), everything(model, optimizers[name]))
     assert torch.equal(extra_again["noise"], extra["noise"])
     assert_equal(dict(extra_again["average"].state_dict()), dict(extra["average"].state_dict()))
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper, lambda model: torch.compile(checkpoint_wrapper(model))])
+def test_wrappers_do_not_change_names(tmp_path, wrap):
+    model = Model()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(2))
+    again = Model(seed=1)
+    optimizer_again = optimizer_of(again)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, model, optimizer, {})
+        checkpoints.load(wrap(again), optimizer_again)
+        checkpoints.save(2, wrap(again), optimizer_again, {})
+    assert_equal(everything(again, optimizer_again), everything(model, optimizer))
+    first, second = ((path / "tensors.json").read_text() for path in list_steps(tmp_path))
+    assert json.loads(first).keys() == json.loads(second).keys()
 
 
 def test_other_layouts_in_memory(tmp_path):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from unisono_models.training.dropout import SampleDropout, Samples, dropout_for, own_dropout
+from unisono_models.training.dropout import SampleDropout, dropout_for, dropout_rows, own_dropout
 from unisono_models.training.order import SampleOrder
 from unisono_models.training.randomness import generator, key_of, normal, uniform
 
@@ -93,23 +93,23 @@ class Net(nn.Module):
 def test_masks_belong_to_samples():
     torch.manual_seed(0)
     net, x, index = own_dropout(Net()), torch.randn(5, 6), torch.tensor([4, 9, 1, 30, 2])
-    with dropout_for(Samples(0, 3, index)):
+    with dropout_for(dropout_rows(0, 3, index)):
         whole = net(x)
-    with dropout_for(Samples(0, 3, index[[3, 1]])):
+    with dropout_for(dropout_rows(0, 3, index[[3, 1]])):
         assert torch.allclose(net(x[[3, 1]]), whole[[3, 1]], atol=1e-6)
-    with dropout_for(Samples(0, 4, index)):
+    with dropout_for(dropout_rows(0, 4, index)):
         assert not torch.allclose(net(x), whole)
     assert torch.equal(net.eval()(x), net(x))
 
 
 def test_dropout_keeps_the_mean_and_the_gradient_follows_the_mask():
     layer, x = SampleDropout(0.3, "here"), torch.ones(400, 50, requires_grad=True)
-    with dropout_for(Samples(0, 0, torch.arange(400))):
+    with dropout_for(dropout_rows(0, 0, torch.arange(400))):
         y = layer(x)
     y.sum().backward()
     assert abs(y.mean() - 1) < 0.02 and torch.equal(x.grad, y.detach())
     whole = SampleDropout(0.3, "path", whole=True)
-    with dropout_for(Samples(0, 0, torch.arange(400))):
+    with dropout_for(dropout_rows(0, 0, torch.arange(400))):
         rows = whole(torch.ones(400, 5, 3)).flatten(1)
     assert ((rows == 0).all(1) | (rows != 0).all(1)).all() and 60 < (rows[:, 0] == 0).sum() < 180
 
@@ -118,7 +118,7 @@ def test_dropout_says_what_it_needs():
     layer = SampleDropout(0.3, "head")
     with pytest.raises(RuntimeError, match="'head'.*dropout_for"):
         layer(torch.ones(2, 2))
-    with dropout_for(Samples(0, 0, torch.arange(3))), pytest.raises(ValueError, match="2 rows for 3 samples"):
+    with dropout_for(dropout_rows(0, 0, torch.arange(3))), pytest.raises(ValueError, match="2 rows for 3 samples"):
         layer(torch.ones(2, 2))
     with pytest.raises(ValueError, match="rate"):
         SampleDropout(1.0, "all")

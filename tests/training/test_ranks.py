@@ -1,11 +1,12 @@
 """Ranks that find each other, tell who is missing, and agree to stop."""
 
+import io
 import os
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 
 import pytest
@@ -190,17 +191,37 @@ def test_heartbeat_works_on_one_rank_without_a_group():
 
 def test_a_rank_that_stands_still_shows_its_stacks_and_may_go_on(capfd):
     with Heartbeat(ONE, timeout=0.4) as heartbeat:  # gives up only after 3 s more
-        heartbeat.beat(7)
-        printed = read_until_stacks(capfd)
-        heartbeat.beat(8)
-    assert "rank 0 on " in printed and "at step 7 for" in printed
-    assert printed.count("no progress for 0.4 s. Its stacks:") == 1
-    assert "in read_until_stacks" in printed
+        for step in (7, 8):
+            heartbeat.beat(step)
+            printed = read_until("in read_until\n", capfd)
+            assert "rank 0 on " in printed and f"at step {step} for" in printed
+            assert printed.count("no progress for 0.4 s. Its stacks:") == 1
+            heartbeat.beat(step)
+            assert f"at step {step} for" in read_until("goes on", capfd)
 
 
-def read_until_stacks(capfd):
+def with_a_stall_on_rank_1():
+    printed = io.StringIO()
+    with start_ranks() as ranks, Heartbeat(ranks, timeout=1) as heartbeat, redirect_stderr(printed):
+        heartbeat.beat(4)
+        deadline = time.monotonic() + 3  # before it gives up
+        while ranks.rank != 1 and "Its stacks" not in printed.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.05)
+            heartbeat.beat(5)
+        dist.barrier()
+    return printed.getvalue()
+
+
+def test_ranks_that_work_show_their_stacks_when_another_stands_still(ranks):
+    working, stalled = ranks(with_a_stall_on_rank_1, world_size=2)
+    assert "at step 4 for" in stalled and "no progress for 1 s. Its stacks:" in stalled and "barrier" in stalled
+    assert "asked by rank 1 at step 4, which makes no progress. Its stacks:" in working
+    assert "in with_a_stall_on_rank_1" in working
+
+
+def read_until(text, capfd):
     printed, deadline = "", time.monotonic() + 20
-    while "read_until_stacks" not in printed and time.monotonic() < deadline:
+    while text not in printed and time.monotonic() < deadline:
         time.sleep(0.02)
         printed += capfd.readouterr().err
     return printed

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono_models.clip.data.sources import find_files, open_pairs
 from unisono_models.clip.gallery import Gallery
 from unisono_models.clip.model import FILES, Clip
 from unisono_models.training.run_directory import read_config
+from unisono_models.training.talk import Json
 
 
 class RunError(ValueError):
@@ -17,11 +18,15 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class Found:
-    """An exported model. `folder`: where what is made of it is kept. `source`: of its data, as in DataConfig."""
+    """An exported model. `folder`: where what is made of it is kept. `data`: the run's DataConfig, as JSON."""
 
     export: Path
     folder: Path
-    source: str
+    data: Json = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        return str(self.data.get("source", "emoji"))
 
 
 def find_export(path: Path) -> Found:
@@ -38,7 +43,7 @@ def find_export(path: Path) -> Found:
             above = path.absolute().parent
             if path.absolute().name == "export" and (above / "config.json").is_file():
                 return find_export(above)
-            return Found(path, path, "emoji")
+            return Found(path, path)
         raise RunError(f"{path} is neither a run (no config.json of one) nor an exported model.{_list_runs()}") from None
     if run["model"] != "clip":
         raise RunError(f"{path} holds a run of {run['model']}, not of clip.{_list_runs()}")
@@ -48,7 +53,7 @@ def find_export(path: Path) -> Found:
             f"{path}: the run has not finished: export/{missing[0]} is not there yet. Wait for it, or start the training "
             "again with the same options, which continues it"
         )
-    return Found(path / "export", path, str(run["config"].get("data", {}).get("source", "emoji")))
+    return Found(path / "export", path, run["config"].get("data", {}))
 
 
 def open_gallery(path: Path, *, limit: int = 20_000) -> tuple[Gallery, Path]:
@@ -68,9 +73,10 @@ def open_gallery(path: Path, *, limit: int = 20_000) -> tuple[Gallery, Path]:
     if found.source == "emoji":
         return Gallery.from_emoji(clip, cache=cache), found.folder
     try:
-        pairs = open_pairs(found.source)
+        columns = {name: found.data.get(name) for name in ("image", "caption", "concept")}
+        pairs = open_pairs(found.source, **columns)
         stamps = [(str(file), (status := file.stat()).st_size, status.st_mtime_ns) for file in find_files(found.source)[1]]
-        return Gallery.from_pairs(clip, pairs, limit=limit, cache=cache, data=repr(stamps)), found.folder
+        return Gallery.from_pairs(clip, pairs, limit=limit, cache=cache, data=repr([columns, stamps])), found.folder
     except (OSError, ValueError) as error:
         raise RunError(f"{path}: the data that the run was trained on cannot be read from here: {error}") from error
 

@@ -6,44 +6,44 @@ torch's own draws from a generator, one call after the other, so that the mask o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
 
-from unisono_models.training.randomness import uniform
+from unisono_models.training.randomness import draw, rows_of, stream_of
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Which samples the rows of a batch are, and in which step: what masks are a function of."""
+class _Now:
+    """The samples of the forward that is running: an attribute, for torch.compile reads such anew at each call."""
 
-    seed: int
-    step: int
-    index: Tensor
+    rows: Tensor | None = None
 
 
-_samples: ContextVar[Samples | None] = ContextVar("unisono_samples", default=None)
+_now = _Now()
+
+
+def dropout_rows(seed: int, step: int, index: Tensor) -> Tensor:
+    """What the masks of these samples are a function of in this step: one number for each."""
+    return rows_of(seed, "dropout", step, index)
 
 
 @contextmanager
-def dropout_for(samples: Samples | None) -> Iterator[None]:
-    """Inside, the layers of `own_dropout` draw masks for these samples. The first dimension of their inputs is the batch.
+def dropout_for(rows: Tensor | None) -> Iterator[None]:
+    """Inside, the layers of `own_dropout` draw masks for these `dropout_rows`. Dim 0 of their inputs is the batch.
 
     The backward of a checkpointed block runs forwards again: see `remembered`.
     """
-    before = _samples.set(samples)
+    before, _now.rows = _now.rows, rows
     try:
         yield
     finally:
-        _samples.reset(before)
+        _now.rows = before
 
 
 def remembered() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The `context_fn` of torch.utils.checkpoint that gives the second forward the samples of the first."""
-    now = _samples.get()
-    return dropout_for(now), dropout_for(now)
+    rows = _now.rows
+    return nullcontext(), dropout_for(rows)
 
 
 def own_dropout(module: nn.Module) -> nn.Module:
@@ -81,23 +81,24 @@ class SampleDropout(nn.Module):
         if not 0 <= rate < 1:
             raise ValueError(f"SampleDropout: rate: {rate} is not in [0, 1)")
         self.rate, self.stream, self.whole = rate, stream, whole
+        self.number = stream_of(stream)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.rate == 0:
             return x
-        samples = _samples.get()
-        if samples is None:
+        rows = _now.rows
+        if rows is None:
             raise RuntimeError(
                 f"SampleDropout {self.stream!r}: in training mode it needs to know the samples: dropout_for(...)"
             )
-        if not len(samples.index):  # a rank without samples may run on a row of its own, to stay in step
+        if not len(rows):  # a rank without samples may run on a row of its own, to stay in step
             return x
-        if len(x) != len(samples.index):
+        if len(x) != len(rows):
             raise ValueError(
-                f"SampleDropout {self.stream!r}: an input of {len(x)} rows for {len(samples.index)} samples: dim 0 is the batch"
+                f"SampleDropout {self.stream!r}: an input of {len(x)} rows for {len(rows)} samples: dim 0 is the batch"
             )
         shape = (1,) * (x.ndim - 1) if self.whole else x.shape[1:]
-        kept = uniform(samples.seed, self.stream, samples.step, samples.index, shape) >= self.rate
+        kept = draw(rows, self.number, shape) >= self.rate
         return x * (kept / (1 - self.rate)).to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -48,8 +48,11 @@ class Heartbeat:
         self._ranks = ranks
         self._roll = RollCall(ranks.rank, ranks.size) if ranks.size > 1 else None
         self._step, self._progress, self._words = 0, time.monotonic(), 0
-        self._over, self._shown, self._ask = threading.Event(), threading.Event(), threading.Event()
-        self._saying = threading.Lock()
+        self._over, self._stalled, self._shown = threading.Event(), threading.Event(), float("-inf")
+        self._watcher, self._saying = (
+            threading.Thread(target=self._watch, name="heartbeat-watch", daemon=True),
+            threading.Lock(),
+        )
         self._parent = os.getppid() if dist.is_torchelastic_launched() else None
 
     def beat(self, step: int) -> None:
@@ -60,12 +63,14 @@ class Heartbeat:
         self.beat(self._step)
         if self._roll is not None:
             self._say(self._roll, "runs")  # now, so that a rank that dies in the first second has a name
-            threading.Thread(target=self._talk, args=(self._roll,), name="heartbeat-talk", daemon=True).start()
-        threading.Thread(target=self._watch, name="heartbeat-watch", daemon=True).start()
+            arguments = (self._roll, self._roll.asked_for_stacks())
+            threading.Thread(target=self._talk, args=arguments, name="heartbeat-talk", daemon=True).start()
+        self._watcher.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
+        self._watcher.join(1)  # or it might set the next alarm
         faulthandler.cancel_dump_traceback_later()
         if self._roll is None:
             return
@@ -94,16 +99,18 @@ class Heartbeat:
             with suppress(TimeoutError):  # a lost store is told by who asks it, and is no reason to fail
                 roll.within(lambda: self._say(roll, state, error))
 
-    def _talk(self, roll: RollCall) -> None:
+    def _talk(self, roll: RollCall, answered: str | None) -> None:
         """Keep this rank's word fresh, and pass on the wish to see stacks. May hang for ever on a cut link."""
+        asked = False
         while not self._over.wait(self.interval):
             try:
                 self._say(roll, "runs")
-                if self._ask.is_set():
-                    roll.ask_for_stacks()
-                asker = roll.asked_for_stacks()
-                if asker is not None:
-                    self._show_stacks(f"asked by rank {asker}, which makes no progress")
+                if self._stalled.is_set() and not asked:
+                    roll.ask_for_stacks(f"rank {self._ranks.rank} at step {self._step}")
+                asked = self._stalled.is_set()
+                if (wish := roll.asked_for_stacks()) != answered:
+                    self._show_stacks(f"asked by {wish}, which makes no progress")
+                    answered = wish
             except dist.DistNetworkError:  # the connection is gone, and does not come back
                 return
             except dist.DistError:  # the store is slow today
@@ -124,15 +131,18 @@ class Heartbeat:
             with suppress(Exception):  # where stderr is no file. For a main thread that never lets go of the interpreter
                 faulthandler.dump_traceback_later(self.timeout + grace)
             idle = now - self._progress
-            if idle > self.timeout and not self._ask.is_set():
-                self._ask.set()
+            if idle > self.timeout and not self._stalled.is_set():
+                self._stalled.set()
                 self._show_stacks(f"no progress for {self.timeout:g} s")
+            elif idle <= self.timeout and self._stalled.is_set():
+                self._stalled.clear()
+                _print(f"{self._who()}: goes on")
             if idle > self.timeout + grace:
                 self._give_up()
 
     def _show_stacks(self, reason: str) -> None:
-        if not self._shown.is_set():
-            self._shown.set()
+        if time.monotonic() - self._shown > self.timeout:  # once for both reasons
+            self._shown = time.monotonic()
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             stacks = [
                 f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

@@ -39,10 +39,35 @@ def uniform(seed: int, stream: str, step: int, index: Tensor, shape: Sequence[in
         >>> bool((a[1] == b[0]).all())
         True
     """
-    cells = torch.arange(math.prod(shape), device=index.device)
-    rows = _mix(index * _signed(0xD1342543DE82EF95) + _signed(key_of(seed, stream, step)))
-    bits = _mix(rows[:, None] + cells * _signed(0x9E3779B97F4A7C15))
-    return ((bits & 0xFFFFFF).to(torch.float32) * 2**-24).view(len(index), *shape)
+    return draw(rows_of(seed, stream, step, index), 0, shape)
+
+
+def rows_of(seed: int, stream: str, step: int, index: Tensor) -> Tensor:
+    """An int64 for each sample that stands for (seed, stream, step, sample): what `draw` goes by."""
+    return _mix(index * _signed(0xD1342543DE82EF95) + _signed(key_of(seed, stream, step)))
+
+
+def stream_of(name: str) -> int:
+    """The number that `draw` knows a stream by."""
+    return _signed(key_of(0, name))
+
+
+def draw(rows: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
+    """Numbers in [0, 1), of shape (len(rows), *shape), for `rows_of` samples. `stream` tells draws from the same rows apart."""
+    return _numbers(rows, stream, math.prod(shape)).view(len(rows), *shape)
+
+
+# One operation to the compiler: inductor takes products of large constants and positions for indices, and they overflow.
+@torch.library.custom_op("unisono_models::numbers", mutates_args=())
+def _numbers(rows: Tensor, stream: int, count: int) -> Tensor:
+    cells = torch.arange(count, device=rows.device) * _signed(0x9E3779B97F4A7C15)
+    bits = _mix((rows + stream)[:, None] + cells)
+    return (bits & 0xFFFFFF).to(torch.float32) * 2**-24
+
+
+@_numbers.register_fake
+def _(rows: Tensor, stream: int, count: int) -> Tensor:
+    return rows.new_empty(len(rows), count, dtype=torch.float32)
 
 
 def normal(seed: int, stream: str, step: int, index: Tensor, shape: Sequence[int] = ()) -> Tensor:

@@ -52,8 +52,9 @@ def start_ranks(*, timeout: float = 600.0) -> Iterator[Ranks]:
             model.to(ranks.device)
     """
     if dist.is_initialized():
-        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-        yield Ranks(dist.get_rank(), dist.get_world_size(), local_rank, _device(local_rank, dist.get_world_size()))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        yield Ranks(rank, size, local_rank, torch.device("cpu") if dist.get_backend() == "gloo" else _device(local_rank, size))
         return
     if not dist.is_torchelastic_launched():
         yield Ranks(0, 1, 0, _device(0, 1))

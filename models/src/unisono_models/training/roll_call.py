@@ -58,12 +58,13 @@ class RollCall:
         """1 for the rank that asks first, and so on."""
         return int(self._store.add("roll/turns", 1))
 
-    def ask_for_stacks(self) -> None:
-        self._store.set("roll/stacks", str(self.rank))
+    def ask_for_stacks(self, who: str) -> None:
+        """Have every rank print what it is doing. `who` wants to know: a text that no one asked with before."""
+        self._store.set("roll/stacks", who)
 
-    def asked_for_stacks(self) -> int | None:
-        """The rank that wants to know what every rank is doing, if one does."""
-        return int(self._store.get("roll/stacks")) if self._store.check(["roll/stacks"]) else None
+    def asked_for_stacks(self) -> str | None:
+        """Who asked last, if anyone."""
+        return bytes(self._store.get("roll/stacks")).decode() if self._store.check(["roll/stacks"]) else None
 
     def within(self, call: Callable[[], T]) -> T:
         """What `call` returns, if the store answers within `patience` seconds: else TimeoutError, which says what that means.

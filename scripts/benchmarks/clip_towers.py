@@ -1,0 +1,116 @@
+"""The same model twice: ours, and open_clip's own with the same timm and transformers towers and the same weights."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any, NamedTuple
+
+import timm
+import torch
+import torch.distributed as dist
+import transformers
+from timm.models import register_model
+from tokenizers import Tokenizer, models
+from torch import Tensor, nn
+
+from unisono_models.clip.config import ClipConfig, ImageConfig, TextConfig
+from unisono_models.clip.model import Clip
+from unisono_models.clip.text import CaptionTokenizer
+
+WIDTH = 256  # of the space that both towers map to
+PIXELS = 32
+TOKENS = 8
+VOCABULARY = 2000
+# No dropout: open_clip draws masks from the generator of each rank, ours by sample, so that the losses could not agree.
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 512,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+CONVNEXT = ImageConfig("test_convnext", {"patch_size": 2}, size=PIXELS)
+# Ours on the left. What is not here has the same name.
+PLACES = {
+    "clip.image.trunk.": "visual.trunk.",
+    "clip.image.head.": "visual.head.proj.",
+    "clip.text.trunk.": "text.transformer.",
+    "clip.text.head.1.": "text.proj.",
+    "pairs.log_scale": "logit_scale",
+    "pairs.bias": "logit_bias",
+}
+
+
+class Batch(NamedTuple):
+    """One rank's share. Both sides have it as their own loaders would give it."""
+
+    images: Tensor  # in [0, 1]: our tower normalises them
+    normalised: Tensor  # open_clip does that before the step
+    tokens: Tensor  # padded with -1
+    padded: Tensor  # with 0, BERT's own
+    index: Tensor
+
+    @classmethod
+    def make(cls, rows: int) -> Batch:
+        """Pictures of a colour each, and captions of 3 to 8 tokens. Other ones on each rank."""
+        draw = torch.Generator().manual_seed(rows * 100 + dist.get_rank())
+        colours = torch.rand(rows, 3, 1, 1, generator=draw)
+        images = (colours + torch.rand(rows, 3, PIXELS, PIXELS, generator=draw)) / 2
+        tokens = torch.randint(1, VOCABULARY, (rows, TOKENS), generator=draw)
+        lengths = torch.randint(3, TOKENS + 1, (rows, 1), generator=draw)
+        lengths[0] = TOKENS
+        missing = torch.arange(TOKENS) >= lengths
+        index = torch.arange(rows) + rows * dist.get_rank()
+        settings: Any = timm.get_pretrained_cfg(CONVNEXT.model)
+        mean, std = (torch.tensor(x).view(3, 1, 1) for x in (settings.mean, settings.std))
+        return cls(images, (images - mean) / std, tokens.masked_fill(missing, -1), tokens.masked_fill(missing, 0), index)
+
+
+def make_clip() -> Clip:
+    """Ours, with the weights that all contenders start from."""
+    torch.manual_seed(0)
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0"))  # for its size alone
+    text = TextConfig(config=BERT, tokens=TOKENS)
+    return Clip(ClipConfig(CONVNEXT, text, WIDTH), CaptionTokenizer(tokenizer, tokens=TOKENS))
+
+
+def make_open_clip(scale: float, bias: float | None) -> nn.Module:
+    """open_clip's CustomTextCLIP, built by its own classes as its factory does. Scale is the logarithm."""
+    from open_clip.model import CustomTextCLIP
+
+    vision = {"timm_model_name": test_convnext_fine.__name__, "timm_pool": "avg", "timm_proj": "linear", "image_size": PIXELS}
+    with tempfile.TemporaryDirectory() as folder:  # open_clip reads the config of a text tower from a folder or the hub
+        transformers.AutoConfig.for_model(**(BERT | {"vocab_size": VOCABULARY})).save_pretrained(folder)
+        text = {
+            "hf_model_name": folder,
+            "hf_model_pretrained": False,
+            "hf_pooler_type": "mean_pooler",
+            "hf_proj_type": "linear",
+        }
+        model: nn.Module = CustomTextCLIP(
+            WIDTH, vision, text, init_logit_scale=scale, init_logit_bias=bias, output_dict=True
+        )
+    weights = {their_name(f"clip.{name}"): value for name, value in make_clip().state_dict().items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if unexpected or set(missing) - {"logit_scale", "logit_bias"}:
+        raise RuntimeError(f"open_clip's model is not ours: it lacks {unexpected} and has {missing} besides")
+    return model
+
+
+@register_model
+def test_convnext_fine(pretrained: bool = False, **options: Any) -> nn.Module:
+    """The image tower by a name alone: open_clip hands no other arguments to timm."""
+    ours = {"pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}  # of create_model, which is called once more
+    kept = {key: value for key, value in options.items() if key not in ours}
+    model: nn.Module = timm.create_model(CONVNEXT.model, pretrained=pretrained, **CONVNEXT.kwargs, **kept)
+    return model
+
+
+def their_name(name: str) -> str:
+    """open_clip's name of one of our parameters."""
+    for ours, theirs in PLACES.items():
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
