@@ -19,6 +19,7 @@ Family = Literal["CLIP", "sigmoid"]
 
 WORLD_SIZE = 2
 MICRO_BATCH = 128  # rows on a rank at a time, where a contender cuts its batch
+ROW_BYTES = 420_000  # of activations, as measured
 CHECK_ROWS = 2 * MICRO_BATCH  # on each rank, of the step whose loss and gradients are compared
 LR, WEIGHT_DECAY, BETAS, CLIP_NORM = 1e-3, 0.1, (0.9, 0.98), 1.0
 
@@ -64,9 +65,6 @@ class Contender(NamedTuple):
 
     def can_take(self, rows: int) -> bool:
         return self.is_ours or not self.cuts or (rows > MICRO_BATCH and rows % MICRO_BATCH == 0)
-
-
-ROW_BYTES = 750_000  # of activations, as measured
 
 
 class OurStep:

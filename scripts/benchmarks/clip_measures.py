@@ -44,6 +44,7 @@ def weigh(name: str, sizes: Sequence[int], folder: Path, plain_malloc: bool) -> 
     extra = {}
     for rows in sorted(sizes):
         batch = Batch.make(rows)
+        step.optimizer.zero_grad()  # open_clip keeps the gradients until the next step, ours does not: for both they count
         dist.barrier()
         extra[rows] = peak_of(lambda batch=batch: step(batch))[1]
     return check, extra

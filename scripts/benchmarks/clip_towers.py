@@ -89,9 +89,7 @@ def make_open_clip(scale: float, bias: float | None) -> nn.Module:
             "hf_pooler_type": "mean_pooler",
             "hf_proj_type": "linear",
         }
-        model: nn.Module = CustomTextCLIP(
-            WIDTH, vision, text, init_logit_scale=scale, init_logit_bias=bias, output_dict=True
-        )
+        model: nn.Module = CustomTextCLIP(WIDTH, vision, text, init_logit_scale=scale, init_logit_bias=bias, output_dict=True)
     weights = {their_name(f"clip.{name}"): value for name, value in make_clip().state_dict().items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - {"logit_scale", "logit_bias"}:

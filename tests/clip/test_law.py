@@ -27,6 +27,7 @@ PARALLEL = {
     "fsdp": ParallelConfig(kind="fsdp"),
     "hybrid": ParallelConfig(kind="hybrid", shard=1),
     "checkpointed": ParallelConfig(checkpoint_activations=True),
+    "compiled": ParallelConfig(checkpoint_activations=True, compile=True),
 }
 
 
@@ -93,3 +94,10 @@ def test_every_parallelism_matches_one_process(ranks, alone, parallel, objective
 def test_frozen_text_tower_matches_one_process(ranks, alone):
     for parallel in ("ddp", "fsdp"):
         ranks(trains_alike, "clip", parallel, {"frozen": True}, alone("clip", {"frozen": True}), world_size=3)
+
+
+def test_compiled_blocks_match_plain_ones(alone):
+    losses, parameters = train("clip", "compiled", slice(0, 7), Ranks(0, 1, 0, torch.device("cpu")), {})
+    torch.testing.assert_close(losses, alone("clip", {})[0], rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(parameters, alone("clip", {})[1], rtol=1e-8, atol=1e-9)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0 and not torch._dynamo.utils.counters["graph_break"]

@@ -30,7 +30,7 @@ def test_every_part_of_the_key_matters(change):
 
 def test_numbers_are_spread_as_they_should():
     draws = uniform(0, "spread", 0, torch.arange(1000), (100,))
-    assert 0 <= draws.min() and draws.max() < 1
+    assert draws.min() >= 0 and draws.max() < 1
     counts = torch.histc(draws, 20, 0, 1)
     assert (counts - 5000).abs().max() < 5 * 5000**0.5
     neighbours = torch.corrcoef(torch.stack([draws[:-1].flatten(), draws[1:].flatten()]))[0, 1]
@@ -116,7 +116,7 @@ def test_dropout_keeps_the_mean_and_the_gradient_follows_the_mask():
 
 def test_dropout_says_what_it_needs():
     layer = SampleDropout(0.3, "head")
-    with pytest.raises(RuntimeError, match="'head'.*dropout_for"):
+    with pytest.raises(RuntimeError, match=r"'head'.*dropout_for"):
         layer(torch.ones(2, 2))
     with dropout_for(dropout_rows(0, 0, torch.arange(3))), pytest.raises(ValueError, match="2 rows for 3 samples"):
         layer(torch.ones(2, 2))

@@ -34,7 +34,7 @@ class ImageConfig:
     size: int = 32
     """Pixels square."""
     pretrained: str = ""
-    """Empty: random. "timm": as create_model(pretrained=True). Otherwise a file, or package:NAME for one that carries weights."""
+    """Empty: random. "timm": as create_model(pretrained=True). Else a file, or package:NAME for one that carries weights."""
     batch_norm: Literal["refuse", "frozen", "local"] = "refuse"
     """Batch norm makes a step depend on the split over ranks. frozen: it keeps its statistics. local: per rank, as it comes."""
     hidden: int = 0

@@ -46,7 +46,7 @@ def conclude(
             clip.save_pretrained(run.export)
             if config.data.source == "emoji":
                 path = run.samples / "search.png"
-                draw_searches(Gallery.from_emoji(clip), QUERIES, path)
+                draw_searches(Gallery.from_emoji(clip, cache=run.path / "gallery.safetensors"), QUERIES, path)
                 pictures.append(Picture(path, "Typed words, and the emoji that the model finds for them"))
     rows = table_rows({**figures, **floor})
     write_report(

@@ -33,11 +33,12 @@ from unisono_models.training.stopping import Stopping
 
 def main(args: Sequence[str] | None = None) -> None:
     recipe, config = RECIPES.choose(args)
-    with start_ranks(timeout=config.run.timeout) as ranks, Heartbeat(ranks, timeout=config.run.timeout) as heartbeat:
-        train(recipe, config, ranks, heartbeat)
+    timeout = config.run.timeout
+    with start_ranks(timeout=timeout) as ranks, Stopping() as stopping, Heartbeat(ranks, timeout=timeout) as heartbeat:
+        train(recipe, config, ranks, stopping, heartbeat)
 
 
-def train(recipe: str, config: Config, ranks: Ranks, heartbeat: Heartbeat) -> None:
+def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbeat: Heartbeat) -> None:
     """One run, from its data to its report."""
     run = open_run(config, model="clip", recipe=recipe, ranks=ranks)
     seed, steps, size = config.run.seed, config.run.steps, config.model.image.size

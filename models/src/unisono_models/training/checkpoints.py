@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -21,14 +21,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from unisono.collectives import all_gather, exchange_sizes
 from unisono.collectives.groups import resolve
 from unisono_models.training import commits
 from unisono_models.training.commits import Commit
 from unisono_models.training.disk import write_file
 from unisono_models.training.states import Extra, Optimizers, Targets, collect
 from unisono_models.training.storage import ShardReader, ShardWriter, StagedPlanner
-from unisono_models.training.talk import Json, RanksError
+from unisono_models.training.talk import Json, RanksError, by_rank, hear, tell, together
 from unisono_models.training.tensor_index import Entry, read_index
 
 _STATE = "state.json"
@@ -139,7 +138,7 @@ class Checkpoints:
         if chosen is None:
             return None
         step, path, index, values, state = chosen
-        with self._together(f"load {path}"):
+        with together(f"load {path}", group=self._group):
             targets = Targets(model, optimizers, extra or {}, index, values)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
@@ -184,13 +183,13 @@ class Checkpoints:
         """In the background: what went wrong, or nothing, the same on every rank."""
         path = commits.step_directory(self.directory, step)
         try:
-            with self._together("begin"):
+            with together("begin", group=self._group):
                 if self._rank == 0:
                     commits.begin(path)
             writer = ShardWriter(path)
             save(tensors, storage_writer=writer, planner=StagedPlanner(self._staged), process_group=self._group)
-            files = {name: held for rank in self._hear(writer.written) for name, held in rank.items()}
-            with self._together("commit"):
+            files = {name: held for rank in hear(writer.written, group=self._group) for name, held in rank.items()}
+            with together("commit", group=self._group):
                 if self._rank == 0:
                     files[_STATE] = write_file(path / _STATE, text)
                     commits.write_commit(path, Commit(step, self._size, score, files))
@@ -212,7 +211,7 @@ class Checkpoints:
 
     def _choose(self) -> tuple[int, Path, dict[str, Entry], Json, Json] | None:
         """The newest good one, as rank 0 lists them; its files are hashed by all ranks together."""
-        names = self._hear([path.name for path in commits.list_steps(self.directory)] if self._rank == 0 else None)[0]
+        names = tell([path.name for path in commits.list_steps(self.directory)] if self._rank == 0 else None, group=self._group)
         for name in names:
             path, index, values, state, damage = self.directory / name, {}, None, None, []
             try:
@@ -225,7 +224,7 @@ class Checkpoints:
                     values, state = held["values"], held["state"]
             except Exception as error:  # whatever a damaged file may cause
                 damage = [str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"]
-            found = sorted({line for rank in self._hear(damage) for line in rank})
+            found = sorted({line for rank in hear(damage, group=self._group) for line in rank})
             if not found:
                 return commit.step, path, index, values, state
             self._broken.append(name)
@@ -233,42 +232,12 @@ class Checkpoints:
                 self._report(f"checkpoint {path} passed over: {'; '.join(found)}")
         return None
 
-    def _hear(self, value: Json) -> list[Json]:
-        """The value of every rank, through the group of this object."""
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = exchange_sizes(mine, group=self._group)
-        return [
-            json.loads(bytes(part.tolist())) for part in all_gather(mine, sizes=sizes, group=self._group).split(list(sizes))
-        ]
-
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """What fails on one rank fails on all. As talk.together, through the group of this object."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-        if self._size == 1 and error is not None:
-            raise error
-        heard = self._hear(None if error is None else f"{type(error).__name__}: {error}")
-        if any(heard):
-            raise RanksError(f"{what}: {_by_rank(dict(enumerate(heard)))}") from error
-
 
 def _explain(error: BaseException) -> str:
     """One line: which ranks, and what went wrong there, without the tracebacks that DCP sends along."""
     if isinstance(error, CheckpointException):
-        return _by_rank({rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()})
+        return by_rank({rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()})
     return f"{type(error).__name__}: {error}"
-
-
-def _by_rank(texts: Mapping[int, str | None]) -> str:
-    ranks: dict[str, list[str]] = {}
-    for rank, text in texts.items():
-        if text:
-            ranks.setdefault(text, []).append(str(rank))
-    return "; ".join(f"rank {', '.join(who)}: {text}" for text, who in ranks.items())
 
 
 def _print(line: str) -> None:

@@ -27,12 +27,11 @@ def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Mo
     group it stays one, but may be checkpointed and compiled all the same.
     """
     blocks = list(repeated_blocks(model))
-    if config.checkpoint_activations:
-        _checkpoint(model, blocks)
-        blocks = list(repeated_blocks(model))
     if config.compile:
         for block in blocks:
             block.compile(dynamic=True)
+    if config.checkpoint_activations:  # around what is compiled: inside, the compiler would have to know of `remembered`
+        _checkpoint(model, blocks)
     if not dist.is_initialized():
         return model
     if config.kind == "ddp":

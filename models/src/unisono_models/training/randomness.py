@@ -54,7 +54,8 @@ def stream_of(name: str) -> int:
 
 def draw(rows: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
     """Numbers in [0, 1), of shape (len(rows), *shape), for `rows_of` samples. `stream` tells draws from the same rows apart."""
-    return _numbers(rows, stream, math.prod(shape)).view(len(rows), *shape)
+    numbers: Tensor = _numbers(rows, stream, math.prod(shape))
+    return numbers.view(len(rows), *shape)
 
 
 # One operation to the compiler: inductor takes products of large constants and positions for indices, and they overflow.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 
-from unisono.collectives import all_gather, exchange_sizes
+from unisono.collectives import Group, all_gather, exchange_sizes
 from unisono.collectives.groups import resolve
 
 Json: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts (with str keys) of these
@@ -19,7 +19,7 @@ class RanksError(RuntimeError):
     """What went wrong on one or more ranks, raised on every rank."""
 
 
-def hear(value: Json) -> list[Json]:
+def hear(value: Json, *, group: Group = None) -> list[Json]:
     """The value of every rank, on every rank, in rank order.
 
     Example:
@@ -27,22 +27,23 @@ def hear(value: Json) -> list[Json]:
         [{'rows': 3}]
     """
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = exchange_sizes(mine)
-    return [json.loads(bytes(part.tolist())) for part in all_gather(mine, sizes=sizes).split(list(sizes))]
+    sizes = exchange_sizes(mine, group=group)
+    parts = all_gather(mine, sizes=sizes, group=group).split(list(sizes))
+    return [json.loads(bytes(part.tolist())) for part in parts]
 
 
-def tell(value: Json) -> Json:
+def tell(value: Json, *, group: Group = None) -> Json:
     """Rank 0's value, on every rank. The others' are ignored.
 
     Example:
         >>> tell("runs/clip-emoji")
         'runs/clip-emoji'
     """
-    return hear(value if resolve(None).rank == 0 else None)[0]
+    return hear(value if resolve(group).rank == 0 else None, group=group)[0]
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
+def together(what: str, *, group: Group = None) -> Iterator[None]:
     """What fails on one rank fails on all: after the block every rank hears of the others' errors, and all raise.
 
     For work that does not communicate, such as reading files: a rank that leaves early would let the others wait.
@@ -54,14 +55,24 @@ def together(what: str) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    if resolve(None).size == 1:
+    if resolve(group).size == 1:
         if error is not None:
             raise error
         return
-    heard = hear(None if error is None else f"{type(error).__name__}: {error}")
+    heard = hear(None if error is None else f"{type(error).__name__}: {error}", group=group)
     if any(heard):
-        texts: dict[str, list[str]] = {}
-        for rank, text in enumerate(heard):
-            if text:
-                texts.setdefault(text, []).append(str(rank))
-        raise RanksError(f"{what}: " + "; ".join(f"rank {', '.join(who)}: {text}" for text, who in texts.items())) from error
+        raise RanksError(f"{what}: {by_rank(dict(enumerate(heard)))}") from error
+
+
+def by_rank(texts: Mapping[int, str | None]) -> str:
+    """One line of what each rank has to say; ranks that say the same are named together.
+
+    Example:
+        >>> by_rank({0: "disk full", 1: None, 2: "disk full"})
+        'rank 0, 2: disk full'
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, text in texts.items():
+        if text:
+            ranks.setdefault(text, []).append(str(rank))
+    return "; ".join(f"rank {', '.join(who)}: {text}" for text, who in ranks.items())
