@@ -25,10 +25,10 @@ LR, WEIGHT_DECAY, BETAS, CLIP_NORM = 1e-3, 0.1, (0.9, 0.98), 1.0
 
 OPEN_CLIP = "open_clip, local loss"
 OPEN_CLIP_DEFAULT = "open_clip, its default"
-OPEN_CLIP_CUT = f"open_clip, local loss, accum_freq: {MICRO_BATCH} rows at a time"
+OPEN_CLIP_CUT = f"open_clip, {MICRO_BATCH} rows at a time"
 OURS = "unisono"
 OURS_CONCEPTS = "unisono, positives by concept"
-OURS_CUT = f"unisono, micro_batch: {MICRO_BATCH} rows at a time"
+OURS_CUT = f"unisono, {MICRO_BATCH} rows at a time"
 SIGLIP = "open_clip SigLIP"
 OURS_SIGMOID = "unisono sigmoid"
 

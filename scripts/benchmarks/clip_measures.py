@@ -29,11 +29,15 @@ class Seconds(NamedTuple):
     cpu: float
 
 
-def weigh(name: str, sizes: Sequence[int], folder: Path, plain_malloc: bool) -> tuple[Check, dict[int, int]]:
-    """The check of a contender, and for each of `sizes` the bytes that a step held at most beyond those before it.
+class Weight(NamedTuple):
+    """One contender on one rank."""
 
-    In processes that have run no other contender, which have the optimizer's state by then. The smallest size first.
-    """
+    check: Check
+    extra: dict[int, int]  # by rows: the bytes that a step held at most beyond those before it
+
+
+def weigh(name: str, sizes: Sequence[int], folder: Path, plain_malloc: bool) -> Weight:
+    """Check a contender, then weigh it with each of `sizes`, the smallest first. The optimizer has its state by then."""
     # Why: see contrastive_measures.weigh
     if not plain_malloc and not ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16):
         raise RuntimeError("mallopt refuses a threshold: --plain-malloc does without")
@@ -47,7 +51,7 @@ def weigh(name: str, sizes: Sequence[int], folder: Path, plain_malloc: bool) -> 
         step.optimizer.zero_grad()  # open_clip keeps the gradients until the next step, ours does not: for both they count
         dist.barrier()
         extra[rows] = peak_of(lambda batch=batch: step(batch))[1]
-    return check, extra
+    return Weight(check, extra)
 
 
 def check_first_step(name: str, step: Step, folder: Path) -> Check:

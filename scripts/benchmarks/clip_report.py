@@ -51,9 +51,9 @@ CONTENDERS_EXPLAINED = (
     f"open_clip's model is its CustomTextCLIP, its step one of its own `train_one_epoch` under DDP, with AdamW and gradients "
     f"clipped to a norm of {CLIP_NORM:g}. `local loss`: --local-loss --gather-with-grad; `its default`: neither, which makes "
     f"the gradient of the towers 1/{WORLD_SIZE} of the true one (each rank has that of its own features only, and DDP takes "
-    f"the mean). `accum_freq`: the batch in parts of {MICRO_BATCH} rows on each rank; for each part the loss of the whole "
-    "batch is taken once more, and the gradient of the scale is added as often. Ours is the body of the loop of "
-    "`unisono_models.clip.train`. `positives by concept` is what its recipes use, here with no two pairs of one concept, so "
+    f"the mean). `{MICRO_BATCH} rows at a time`, on each rank, is its --accum-freq with the local loss: for each part the "
+    "loss of the whole batch is taken once more, and the gradient of the scale is added as often. Ours is the body of the loop of "
+    f"`unisono_models.clip.train`, `{MICRO_BATCH} rows at a time` with objective.micro_batch. `positives by concept` is what its recipes use, here with no two pairs of one concept, so "
     "that the loss is the same. Our tower normalises the pictures within the step, open_clip's loader before it. No dropout."
 )
 

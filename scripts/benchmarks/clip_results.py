@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from clip_contenders import CONTENDERS, OPEN_CLIP_CUT, OURS, OURS_CONCEPTS, OURS_CUT, OURS_SIGMOID, PEERS, WORLD_SIZE, Family
-from clip_measures import Check, Seconds
+from clip_measures import Check, Seconds, Weight
 from numpy.typing import NDArray
 from shared_report import Aim
 
@@ -25,6 +25,8 @@ class Ratio:
     most: float
 
     def __str__(self) -> str:
+        if self.least == self.most == 1:  # of the peer itself
+            return "1x"
         return f"{self.median:.2f}x ({self.least:.2f}-{self.most:.2f})"
 
     @classmethod
@@ -91,13 +93,13 @@ class Results(list[Result]):
 def combine(
     name: str,
     rows: int,
-    weights: Sequence[tuple[Check, Mapping[int, int]]],
+    weights: Sequence[Weight],
     rounds: Sequence[Sequence[Mapping[str, Seconds]]],
 ) -> Result:
     """`weights` by rank; `rounds` by rank."""
     wall = np.array([max(rank[name].wall for rank in by_rank) for by_rank in rounds])
     cpu = np.array([np.mean([rank[name].cpu for rank in by_rank]) for by_rank in rounds])
-    return Result(name, rows, wall, cpu, max(extra[rows] for _, extra in weights) / MB, weights[0][0])
+    return Result(name, rows, wall, cpu, max(w.extra[rows] for w in weights) / MB, weights[0].check)
 
 
 def judge(results: Results) -> list[Aim]:
@@ -110,12 +112,6 @@ def judge(results: Results) -> list[Aim]:
             where = f"batch {r.batch}, rounds {speed.least:.2f}x to {speed.most:.2f}x"
             text = f"{name}: samples/s, as many as {PEERS[r.family]}: ≥ 1x"
             aims.append(Aim(text, speed.median, speed.median >= 1, where, "{:.2f}x"))
-    for name in (OURS, OURS_SIGMOID):
-        cases = [(part, r) for r in results if r.contender == name and (part := results.memory(r))]
-        if cases:
-            part, r = max(cases, key=lambda each: each[0])
-            text = f"{name}: peak memory, no more than {PEERS[r.family]}: ≤ 1x"
-            aims.append(Aim(text, part, part <= 1, f"batch {r.batch}, {r.extra:.0f} MB", "{:.2f}x"))
     cut = sorted((r for r in results if r.contender == OURS_CUT), key=lambda r: r.rows)
     if len(cut) > 1:
         growth = cut[-1].extra / cut[0].extra

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from clip_contenders import CHECK_ROWS, CONTENDERS, MICRO_BATCH, OPEN_CLIP_CUT, WORLD_SIZE
-from clip_measures import Check, Seconds, time_round, warm_up, weigh
+from clip_measures import Check, Seconds, Weight, time_round, warm_up, weigh
 from clip_report import HEAD, figure_cells, write_report
 from clip_results import Results, combine, judge
 from rich.console import Console
@@ -54,7 +54,8 @@ def main(
         sizes: Global batches.
         large: Global batches of which only the memory is found.
         repeats: Rounds of each size; 15 up to a batch of 1024, 7 beyond, unless given.
-        quick: Two rounds of batches of 256 and 512, to see that it works; writes nothing, unless --out says where.
+        quick: Two rounds of batches of 256 and 512, memory in the same processes for all, to see that it works; writes
+            nothing, unless --out says where.
         plain_malloc: Memory as glibc's allocator leaves it, unused gaps included, and not of the tensors alone.
         out: The folder for the markdown file and the plot. A file of the same day is replaced.
     """
@@ -72,7 +73,7 @@ def main(
         console.width = 140
     machine = describe_machine()
     plans, skipped = make_plans(sizes, large, repeats)
-    results = run_all(plans, plain_malloc, console)
+    results = run_all(plans, console, plain_malloc=plain_malloc, fresh=not quick)
     aims = judge(results)
     console.print(figure_table(results))
     for line in skipped:
@@ -119,8 +120,9 @@ def guess_seconds(name: str, rows: int) -> float:
     return 0.05 + 1.2e-3 * rows + loss
 
 
-def run_all(plans: Sequence[Plan], plain_malloc: bool, console: Console) -> Results:
-    weights: dict[str, list[tuple[Check, Mapping[int, int]]]] = {}
+def run_all(plans: Sequence[Plan], console: Console, *, plain_malloc: bool, fresh: bool) -> Results:
+    """`fresh`: new processes for each contender, for memory that does not depend on what was run before it."""
+    weights: dict[str, list[Weight]] = {}
     rounds: dict[int, list[list[Mapping[str, Seconds]]]] = {plan.rows: [] for plan in plans}
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as progress, tempfile.TemporaryDirectory() as folder:
@@ -128,19 +130,19 @@ def run_all(plans: Sequence[Plan], plain_malloc: bool, console: Console) -> Resu
         turns = {plan.rows: range(-(plan.rounds // 5), plan.rounds) for plan in plans}  # those below 0 warm up
         total = START * (len(CONTENDERS) + 1) + sum(work[rows] * (1 + len(turns[rows])) for rows in work)
         task = progress.add_task("", total=total)
-        for name in CONTENDERS:
-            sizes = [plan.rows for plan in plans if name in plan.names]
-            progress.update(task, description=f"first loss, gradients and memory of {name}")
+        for together in [[name] for name in CONTENDERS] if fresh else [list(CONTENDERS)]:
             with RankPool(WORLD_SIZE, group_timeout=300) as pool:
-                weights[name] = pool.run(weigh, name, sizes, Path(folder), plain_malloc, timeout=1200)
-            refuse_other_work(name, weights[name][0][0])
-            progress.advance(task, START + sum(guess_seconds(name, rows) for rows in sizes))
+                for name in together:
+                    progress.update(task, description=f"first loss, gradients and memory of {name}")
+                    sizes = [plan.rows for plan in plans if name in plan.names]
+                    weights[name] = pool.run(weigh, name, sizes, Path(folder), plain_malloc, timeout=1200)
+                    refuse_other_work(name, weights[name][0].check)
+                    progress.advance(task, START + sum(guess_seconds(name, rows) for rows in sizes))
         with RankPool(WORLD_SIZE, group_timeout=300) as pool:
-            timed = [plan for plan in plans if plan.rounds]
             progress.update(task, description="time: all contenders start")
             pool.run(warm_up, list(CONTENDERS), timeout=600)
             progress.advance(task, START)
-            for plan in timed:
+            for plan in plans:
                 for turn in turns[plan.rows]:
                     progress.update(
                         task, description=f"time, batch {plan.rows * WORLD_SIZE}: round {turn + 1} of {plan.rounds}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from typing import Any, NamedTuple
 
@@ -32,14 +33,14 @@ BERT = {
     "attention_probs_dropout_prob": 0.0,
 }
 CONVNEXT = ImageConfig("test_convnext", {"patch_size": 2}, size=PIXELS)
-# Ours on the left. What is not here has the same name.
+# Ours on the left. A head is one linear layer, at some place among layers without parameters.
 PLACES = {
-    "clip.image.trunk.": "visual.trunk.",
-    "clip.image.head.": "visual.head.proj.",
-    "clip.text.trunk.": "text.transformer.",
-    "clip.text.head.1.": "text.proj.",
-    "pairs.log_scale": "logit_scale",
-    "pairs.bias": "logit_bias",
+    r"clip\.image\.trunk\.": "visual.trunk.",
+    r"clip\.image\.head\.(\d+\.)?": "visual.head.proj.",
+    r"clip\.text\.trunk\.": "text.transformer.",
+    r"clip\.text\.head\.(\d+\.)?": "text.proj.",
+    r"pairs\.log_scale": "logit_scale",
+    r"pairs\.bias": "logit_bias",
 }
 
 
@@ -80,7 +81,12 @@ def make_open_clip(scale: float, bias: float | None) -> nn.Module:
     """open_clip's CustomTextCLIP, built by its own classes as its factory does. Scale is the logarithm."""
     from open_clip.model import CustomTextCLIP
 
-    vision = {"timm_model_name": test_convnext_fine.__name__, "timm_pool": "avg", "timm_proj": "linear", "image_size": PIXELS}
+    vision = {
+        "timm_model_name": convnext_of_small_patches.__name__,
+        "timm_pool": "avg",
+        "timm_proj": "linear",
+        "image_size": PIXELS,
+    }
     with tempfile.TemporaryDirectory() as folder:  # open_clip reads the config of a text tower from a folder or the hub
         transformers.AutoConfig.for_model(**(BERT | {"vocab_size": VOCABULARY})).save_pretrained(folder)
         text = {
@@ -90,7 +96,7 @@ def make_open_clip(scale: float, bias: float | None) -> nn.Module:
             "hf_proj_type": "linear",
         }
         model: nn.Module = CustomTextCLIP(WIDTH, vision, text, init_logit_scale=scale, init_logit_bias=bias, output_dict=True)
-    weights = {their_name(f"clip.{name}"): value for name, value in make_clip().state_dict().items()}
+    weights = {their_name(f"clip.{name}"): value for name, value in make_clip().named_parameters()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - {"logit_scale", "logit_bias"}:
         raise RuntimeError(f"open_clip's model is not ours: it lacks {unexpected} and has {missing} besides")
@@ -98,7 +104,7 @@ def make_open_clip(scale: float, bias: float | None) -> nn.Module:
 
 
 @register_model
-def test_convnext_fine(pretrained: bool = False, **options: Any) -> nn.Module:
+def convnext_of_small_patches(pretrained: bool = False, **options: Any) -> nn.Module:
     """The image tower by a name alone: open_clip hands no other arguments to timm."""
     ours = {"pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}  # of create_model, which is called once more
     kept = {key: value for key, value in options.items() if key not in ours}
@@ -109,6 +115,6 @@ def test_convnext_fine(pretrained: bool = False, **options: Any) -> nn.Module:
 def their_name(name: str) -> str:
     """open_clip's name of one of our parameters."""
     for ours, theirs in PLACES.items():
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
+        if found := re.match(ours, name):
+            return theirs + name[found.end() :]
     return name

@@ -66,10 +66,11 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_weights_are_how_often_a_sample_comes():
-    order = SampleOrder(40, 7, 0, weights=[1.0] * 20 + [0.25] * 20)
-    assert order.per_epoch == 25
+    order = SampleOrder(40, 5, 0, weights=[1.0] * 20 + [0.25] * 20)
+    assert order.per_epoch == 25 and SampleOrder(40, 7, 0, weights=order.weights).per_epoch == 28
     counts = torch.zeros(40)
-    for step in range(4 * 200):  # 200 epochs of four steps
+    for step in range(5 * 200):  # 200 epochs of five steps
+        assert len(order.at(step)) == 5
         counts += torch.bincount(order.at(step), minlength=40)
     torch.testing.assert_close(counts[:20] / 200, torch.ones(20), rtol=0, atol=0.1)
     torch.testing.assert_close(counts[20:] / 200, torch.full((20,), 0.25), rtol=0, atol=0.1)

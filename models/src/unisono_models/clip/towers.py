@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import timm
 import torch
+import torch.nn.functional as F
 import transformers
 from timm.layers.norm_act import freeze_batch_norm_2d
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from unisono_models.training.dropout import own_dropout
 
 
 class ImageTower(nn.Module):
-    """Pictures, (n, 3, size, size) in [0, 1], to features (n, width)."""
+    """Pictures, or the trunk's features of them, to features (n, width)."""
 
     def __init__(self, config: ImageConfig, width: int) -> None:
         super().__init__()
@@ -25,16 +26,46 @@ class ImageTower(nn.Module):
         mean, std = (torch.tensor(trunk.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("std", std, persistent=False)
-        self.head = make_head(trunk.num_features, config.hidden, width)
+        self.maps, self.grid = list(config.maps), config.grid
+        self.features = self._count_features(config.size)
+        """How wide the trunk's features are."""
+        self.head = make_head(self.features, config.hidden, width, config.dropout)
         self.frozen = config.frozen
         if config.frozen:
             self.trunk.requires_grad_(False).eval()
 
+    @property
+    def standardize(self) -> Standardize:
+        """The layer that the trunk's features pass first."""
+        layer: Standardize = self.head[0]  # type: ignore[assignment]
+        return layer
+
     def forward(self, images: Tensor) -> Tensor:
-        mean, std = self.get_buffer("mean"), self.get_buffer("std")
-        x = (images if len(images) else images.new_zeros(1, *images.shape[1:])).sub(mean).div(std)
-        features: Tensor = self.head(self.trunk(x))
-        return features[: len(images)]
+        """`images`: pictures, (n, 3, size, size) in [0, 1], or features of the trunk, (n, features)."""
+        features: Tensor = self.head(images if images.ndim == 2 else self.encode(images))
+        return features
+
+    def encode(self, images: Tensor) -> Tensor:
+        """The trunk's features of pictures, one row each."""
+        some = images if len(images) else images.new_zeros(1, *images.shape[1:])  # a trunk has to have a row
+        x = (some - self.get_buffer("mean")) / self.get_buffer("std")
+        x, trunk = x.contiguous(memory_format=torch.channels_last), cast(Any, self.trunk)
+        if not self.maps:
+            features: Tensor = trunk(x)
+            return features[: len(images)]
+        last, maps = trunk.forward_intermediates(x, indices=self.maps)
+        pooled = [F.adaptive_avg_pool2d(map, self.grid).flatten(1) for map in maps]
+        return torch.cat([trunk.forward_head(last), *pooled], 1)[: len(images)]
+
+    @torch.no_grad()
+    def _count_features(self, size: int) -> int:
+        if not self.maps:
+            return cast(int, self.trunk.num_features)
+        was, example = self.trunk.training, next(self.trunk.parameters())
+        self.trunk.eval()
+        width = self.encode(example.new_zeros(1, 3, size, size)).shape[1]
+        self.trunk.train(was)
+        return width
 
     def train(self, mode: bool = True) -> ImageTower:
         super().train(mode)
@@ -52,7 +83,7 @@ class TextTower(nn.Module):
         if getattr(trunk, "pooler", None) is not None:
             trunk.pooler = None  # of BERT: pooling is ours, and parameters without a gradient would stall DDP
         self.trunk = own_dropout(trunk)
-        self.head = own_dropout(nn.Sequential(nn.Dropout(config.dropout), make_head(self.features, config.hidden, width)))
+        self.head = make_head(self.features, config.hidden, width, config.dropout)
         self.pooling, self.frozen = config.pooling, config.frozen
         if config.frozen:
             self.trunk.requires_grad_(False).eval()
@@ -62,6 +93,12 @@ class TextTower(nn.Module):
         """How wide the trunk's features are."""
         width: int = self.trunk.config.hidden_size  # type: ignore[union-attr, assignment]
         return width
+
+    @property
+    def standardize(self) -> Standardize:
+        """The layer that the trunk's features pass first."""
+        layer: Standardize = self.head[0]  # type: ignore[assignment]
+        return layer
 
     def forward(self, text: Tensor) -> Tensor:
         """`text`: tokens, int64 (n, length) padded with -1, or features of the trunk, (n, features)."""
@@ -94,11 +131,32 @@ class TextTower(nn.Module):
         return self
 
 
-def make_head(features: int, hidden: int, width: int) -> nn.Module:
-    """A linear map, or one with a hidden layer."""
-    if not hidden:
-        return nn.Linear(features, width, bias=False)
-    return nn.Sequential(nn.Linear(features, hidden), nn.GELU(), nn.Linear(hidden, width))
+class Standardize(nn.Module):
+    """Features less their mean, over their deviation: fixed numbers, those of the data that `fit` saw. At first 0 and 1."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("deviation", torch.ones(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.get_buffer("mean")) / self.get_buffer("deviation")
+
+    @torch.no_grad()
+    def fit(self, x: Tensor) -> None:
+        """Take the mean and the deviation of the rows of `x`, the same on every rank."""
+        self.get_buffer("mean").copy_(x.mean(0))
+        self.get_buffer("deviation").copy_(x.std(0, correction=0) + 1e-3)
+
+
+def make_head(features: int, hidden: int, width: int, dropout: float) -> nn.Sequential:
+    """From a trunk's features to the common space: a linear map, or one with a hidden layer."""
+    layers: list[nn.Module] = [nn.Linear(features, width, bias=False)]
+    if hidden:
+        layers = [nn.Linear(features, hidden), nn.GELU(), nn.Linear(hidden, width)]
+    head = nn.Sequential(Standardize(features), nn.Dropout(dropout), *layers)
+    own_dropout(head)
+    return head
 
 
 def _text_trunk(config: TextConfig, vocabulary: int) -> Any:

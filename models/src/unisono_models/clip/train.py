@@ -12,7 +12,7 @@ from unisono_models.clip.config import Config
 from unisono_models.clip.data.loader import load_steps
 from unisono_models.clip.data.skipped import Skipped
 from unisono_models.clip.evaluate import Encoder, evaluate
-from unisono_models.clip.features import CaptionFeatures, known_captions
+from unisono_models.clip.features import CaptionFeatures, PictureFeatures, known_captions
 from unisono_models.clip.model import Clip
 from unisono_models.clip.objective import Learner, backward
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
@@ -50,15 +50,18 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
     read_text: Callable[[Sequence[str]], Tensor] = tokenizer
     if config.model.text.frozen and source.complete:
         read_text = CaptionFeatures(learner.clip, known_captions(source), ranks)
+    pictures = None
+    if config.model.image.frozen and config.model.image.views:
+        pictures = PictureFeatures(learner.clip, source.train, config.augment, seed, ranks)
     model = parallelize(learner, config.parallel, ranks)
     optimizer = make_optimizer(learner, config.optimizer)
 
     order = SampleOrder(len(source.train), config.data.batch, seed, source.weights)
-    batches = Batches(read_text, config.augment, seed, ranks.device, dtype_of(config.parallel), learner.config.view_weight > 0)
+    views = config.objective.view_weight > 0
+    batches = Batches(read_text, pictures, config.augment, seed, ranks.device, dtype_of(config.parallel), views)
     encoder = Encoder(model, read_text, ranks, size, dtype_of(config.parallel))
     with (
         Checkpoints(run.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout) as checkpoints,
-        Stopping() as stopping,
     ):
         first, state = checkpoints.load(model, optimizer) or (0, {})
         skipped = Skipped(before=state.get("skipped"))

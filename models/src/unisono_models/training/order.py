@@ -16,7 +16,8 @@ from unisono_models.training.randomness import generator
 class SampleOrder:
     """Epochs of `samples` samples in random order, cut into batches. The last batch of an epoch is shorter, not dropped.
 
-    `weights`: how often each sample comes in an epoch, on average; None: once each. A weight of 0.5 means every other epoch.
+    `weights`: how often each sample comes in an epoch, relative to the others; None: once each. An epoch then has about as
+    many samples as they add up to, and whole batches only.
 
     Example:
         >>> order = SampleOrder(samples=10, batch=4, seed=0)
@@ -52,7 +53,9 @@ class SampleOrder:
     @property
     def per_epoch(self) -> int:
         """Samples in an epoch."""
-        return self.samples if self.weights is None else max(1, round(sum(self.weights)))
+        if self.weights is None:
+            return self.samples
+        return max(1, round(sum(self.weights) / self.batch)) * self.batch
 
     def _place(self, step: int) -> tuple[int, int]:
         return divmod(step, -(-self.per_epoch // self.batch))

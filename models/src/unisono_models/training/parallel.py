@@ -37,6 +37,7 @@ def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Mo
     if config.kind == "ddp":
         # said of depthwise convolutions, whose gradients have a dimension of one element with a stride of its own
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+        model.to(memory_format=torch.channels_last)  # what convolutions are fastest with; FSDP2 refuses it
         on = [ranks.device] if ranks.device.type != "cpu" else None
         return DistributedDataParallel(model, device_ids=on)
     return _shard(model, blocks, config, ranks)
