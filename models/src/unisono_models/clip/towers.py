@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from unisono_models.clip.config import ImageConfig, TextConfig
 from unisono_models.clip.weights import load_in_order, text_folder
-from unisono_models.training.dropout import own_dropout
 
 
 class ImageTower(nn.Module):
@@ -22,7 +21,7 @@ class ImageTower(nn.Module):
     def __init__(self, config: ImageConfig, width: int) -> None:
         super().__init__()
         trunk = _image_trunk(config)
-        self.trunk = _without_batch_statistics(own_dropout(trunk), config)
+        self.trunk = _without_batch_statistics(trunk, config)
         mean, std = (torch.tensor(trunk.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("std", std, persistent=False)
@@ -82,7 +81,7 @@ class TextTower(nn.Module):
         trunk = _text_trunk(config, vocabulary)
         if getattr(trunk, "pooler", None) is not None:
             trunk.pooler = None  # of BERT: pooling is ours, and parameters without a gradient would stall DDP
-        self.trunk = own_dropout(trunk)
+        self.trunk = trunk
         self.head = make_head(self.features, config.hidden, width, config.dropout)
         self.pooling, self.frozen = config.pooling, config.frozen
         if config.frozen:
@@ -154,9 +153,7 @@ def make_head(features: int, hidden: int, width: int, dropout: float) -> nn.Sequ
     layers: list[nn.Module] = [nn.Linear(features, width, bias=False)]
     if hidden:
         layers = [nn.Linear(features, hidden), nn.GELU(), nn.Linear(hidden, width)]
-    head = nn.Sequential(Standardize(features), nn.Dropout(dropout), *layers)
-    own_dropout(head)
-    return head
+    return nn.Sequential(Standardize(features), nn.Dropout(dropout), *layers)
 
 
 def _text_trunk(config: TextConfig, vocabulary: int) -> Any:

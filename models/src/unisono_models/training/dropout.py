@@ -58,7 +58,7 @@ def own_dropout(module: nn.Module) -> nn.Module:
             continue
         parent = module.get_submodule(name.rpartition(".")[0])
         whole = type(child).__name__.endswith("DropPath")
-        parent.register_module(name.rpartition(".")[2], SampleDropout(rate, name, whole=whole))
+        parent.register_module(name.rpartition(".")[2], SampleDropout(rate, name, whole=whole).train(child.training))
     return module
 
 
