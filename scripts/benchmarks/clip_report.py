@@ -52,9 +52,10 @@ CONTENDERS_EXPLAINED = (
     f"clipped to a norm of {CLIP_NORM:g}. `local loss`: --local-loss --gather-with-grad; `its default`: neither, which makes "
     f"the gradient of the towers 1/{WORLD_SIZE} of the true one (each rank has that of its own features only, and DDP takes "
     f"the mean). `{MICRO_BATCH} rows at a time`, on each rank, is its --accum-freq with the local loss: for each part the "
-    "loss of the whole batch is taken once more, and the gradient of the scale is added as often. Ours is the body of the loop of "
-    f"`unisono_models.clip.train`, `{MICRO_BATCH} rows at a time` with objective.micro_batch. `positives by concept` is what its recipes use, here with no two pairs of one concept, so "
-    "that the loss is the same. Our tower normalises the pictures within the step, open_clip's loader before it. No dropout."
+    "loss of the whole batch is taken once more, and the gradient of the scale is added as often. Ours is the body of the "
+    f"loop of `unisono_models.clip.train`, `{MICRO_BATCH} rows at a time` with objective.micro_batch. `positives by concept` "
+    "is what its recipes use, here with no two pairs of one concept, so that the loss is the same. Our tower normalises the "
+    "pictures within the step, open_clip's loader before it. No dropout."
 )
 
 
@@ -77,7 +78,9 @@ def write_report(
     plot(results, path.with_suffix(".png"))
     versions = ", ".join(f"{name} {version(name)}" for name in ("open_clip_torch", "timm", "transformers"))
     rounds = ", ".join(
-        f"{max(len(r.wall) for r in results if r.rows == rows)} at batch {rows * WORLD_SIZE}" for rows in results.sizes
+        f"{rounds} at batch {rows * WORLD_SIZE}"
+        for rows in results.sizes
+        if (rounds := max(len(r.wall) for r in results if r.rows == rows))
     )
     sections = [
         "# Benchmark of the training step",

@@ -72,6 +72,17 @@ def test_imports_go_one_way(name):
                 assert module.split(".")[1] in MAY_IMPORT[name], f"{path} imports {module}"
 
 
+def test_models_stand_on_their_common_ground():
+    models = {path.parent.name for path in (ROOT / "models/src/unisono_models").glob("*/__init__.py")}
+    assert "training" in models
+    for path in sources("models"):
+        own = path.relative_to(ROOT / "models/src/unisono_models").parts[0]
+        for module in imports(path):
+            assert not module.startswith("tests"), f"{path} imports {module}"
+            if module.startswith("unisono_models."):
+                assert module.split(".")[1] in {own, "training"}, f"{path} imports {module}"
+
+
 @pytest.mark.parametrize("name", PACKAGES)
 def test_namespace_has_no_init_and_leaf_is_typed(name):
     source = PACKAGES[name] / "src" / "unisono"

@@ -13,11 +13,13 @@ import pytest
 
 import unisono.collectives
 import unisono.contrastive
+import unisono_models
 
 ROOT = Path(__file__).parents[2]
-READMES = [ROOT / "README.md", *sorted((ROOT / "packages").rglob("README.md"))]
+READMES = [ROOT / "README.md", *sorted((ROOT / "packages").rglob("README.md")), *sorted((ROOT / "models").rglob("README.md"))]
 PACKAGES = [unisono.collectives, unisono.contrastive]
-MODULES = [m.name for package in PACKAGES for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+DOCUMENTED = [*PACKAGES, unisono_models]
+MODULES = [m.name for package in DOCUMENTED for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
 NO_BACKWARD = {"checked", "count_bytes", "exchange_sizes"}
 
 
