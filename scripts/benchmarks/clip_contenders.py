@@ -93,7 +93,7 @@ class OurStep:
         from unisono_models.clip.optimizer import set_learning_rate
         from unisono_models.training.parallel import precision_of
 
-        made = {"images": batch.images, "text": batch.tokens, "concepts": batch.index, "index": batch.index}
+        made = {"images": batch.images, "text": batch.tokens, "concepts": batch.places, "index": batch.places}
         self.model.train()
         set_learning_rate(self.optimizer, self.settings, 0, 1000)
         with precision_of(self.parallel, self.ranks):

@@ -111,7 +111,7 @@ def judge(results: Results) -> list[Aim]:
             speed, r = min(found, key=lambda each: each[0].median)
             where = f"batch {r.batch}, rounds {speed.least:.2f}x to {speed.most:.2f}x"
             text = f"{name}: samples/s, as many as {PEERS[r.family]}: ≥ 1x"
-            aims.append(Aim(text, speed.median, speed.median >= 1, where, "{:.2f}x"))
+            aims.append(Aim(text, speed.median, speed.median >= 1, where))
     cut = sorted((r for r in results if r.contender == OURS_CUT), key=lambda r: r.rows)
     if len(cut) > 1:
         most = max(cut, key=lambda r: r.extra)

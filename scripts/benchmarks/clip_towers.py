@@ -23,7 +23,7 @@ PIXELS = 32
 TOKENS = 8
 VOCABULARY = 2000
 # No dropout: open_clip draws masks from the generator of each rank, ours by sample, so that the losses could not agree.
-BERT = {
+BERT: dict[str, Any] = {
     "model_type": "bert",
     "hidden_size": 128,
     "num_hidden_layers": 2,
@@ -51,7 +51,7 @@ class Batch(NamedTuple):
     normalised: Tensor  # open_clip does that before the step
     tokens: Tensor  # padded with -1
     padded: Tensor  # with 0, BERT's own
-    index: Tensor
+    places: Tensor  # in the global batch
 
     @classmethod
     def make(cls, rows: int) -> Batch:
@@ -63,10 +63,10 @@ class Batch(NamedTuple):
         lengths = torch.randint(3, TOKENS + 1, (rows, 1), generator=draw)
         lengths[0] = TOKENS
         missing = torch.arange(TOKENS) >= lengths
-        index = torch.arange(rows) + rows * dist.get_rank()
+        places = torch.arange(rows) + rows * dist.get_rank()
         settings: Any = timm.get_pretrained_cfg(CONVNEXT.model)
         mean, std = (torch.tensor(x).view(3, 1, 1) for x in (settings.mean, settings.std))
-        return cls(images, (images - mean) / std, tokens.masked_fill(missing, -1), tokens.masked_fill(missing, 0), index)
+        return cls(images, (images - mean) / std, tokens.masked_fill(missing, -1), tokens.masked_fill(missing, 0), places)
 
 
 def make_clip() -> Clip:

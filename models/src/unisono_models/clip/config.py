@@ -38,7 +38,7 @@ class ImageConfig:
     batch_norm: Literal["refuse", "frozen", "local"] = "refuse"
     """Batch norm makes a step depend on the split over ranks. frozen: it keeps its statistics. local: per rank, as it comes."""
     maps: tuple[int, ...] = ()
-    """Stages of the trunk whose feature maps the head sees besides its last features; numbers of forward_intermediates."""
+    """Stages whose feature maps (timm's forward_intermediates) are the trunk's features. Empty: what it has at the end."""
     grid: int = 2
     """These maps are averaged down to as many rows and columns."""
     hidden: int = 0

@@ -116,6 +116,8 @@ def _pair_loss(config: ObjectiveConfig) -> ClipLoss | SigmoidLoss:
     if config.same_concept != "negative":
         options["same_id"] = config.same_concept
     if config.loss == "clip":
+        if config.micro_batch:  # memory is what matters: not to be spent on logits either
+            options["logits"] = "recompute"
         return ClipLoss(label_smoothing=config.label_smoothing, decoupled=config.decoupled, **options)
     if config.decoupled or config.label_smoothing:
         raise ValueError("objective.loss=sigmoid has neither decoupled nor label_smoothing")

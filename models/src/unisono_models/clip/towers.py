@@ -52,9 +52,8 @@ class ImageTower(nn.Module):
         if not self.maps:
             features: Tensor = trunk(x)
             return features[: len(images)]
-        last, maps = trunk.forward_intermediates(x, indices=self.maps)
-        pooled = [F.adaptive_avg_pool2d(map, self.grid).flatten(1) for map in maps]
-        return torch.cat([trunk.forward_head(last), *pooled], 1)[: len(images)]
+        maps = trunk.forward_intermediates(x, indices=self.maps, intermediates_only=True)
+        return torch.cat([F.adaptive_avg_pool2d(each, self.grid).flatten(1) for each in maps], 1)[: len(images)]
 
     @torch.no_grad()
     def _count_features(self, size: int) -> int:
@@ -180,6 +179,8 @@ def _image_trunk(config: ImageConfig) -> Any:
     trunk = timm.create_model(config.model, pretrained=loads, num_classes=0, **overlay, **config.kwargs)
     if packaged:
         load_in_order(trunk, config.pretrained)
+    if config.maps:  # what comes after the last of them is not used, and parameters without a gradient would stall DDP
+        trunk.prune_intermediate_layers(list(config.maps), prune_norm=True, prune_head=True)
     return trunk
 
 
