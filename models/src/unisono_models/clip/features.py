@@ -14,7 +14,9 @@ from unisono_models.clip.data.pairs import Pairs
 from unisono_models.clip.evaluate import prompts_for
 from unisono_models.clip.model import Clip
 from unisono_models.clip.source import Source
+from unisono_models.clip.towers import ImageTower, TextTower
 from unisono_models.training.ranks import Ranks
+from unisono_models.training.talk import together
 
 ROWS = 64  # in a forward. Fixed, and whole ones go to ranks: how many ranks there are changes no bit of a feature
 
@@ -40,7 +42,7 @@ class CaptionFeatures:
             places = torch.arange(part * ROWS, min((part + 1) * ROWS, len(known)), device=ranks.device)
             return self._encode([known[place] for place in places.tolist()]), places
 
-        features, places = _encode_together("captions", -(-len(known) // ROWS), encode, clip.text.features, ranks)
+        features, places = _encode_together("captions", -(-len(known) // ROWS), encode, clip.text, ranks)
         self.table = features[places.argsort()]
         clip.text.standardize.fit(self.table)
 
@@ -76,7 +78,7 @@ class PictureFeatures:
             return clip.image.encode(pictures.to(dtype)), index * self.views + view
 
         parts = -(-len(pairs) // ROWS)
-        features, keys = _encode_together("pictures", parts * self.views, encode, clip.image.features, ranks)
+        features, keys = _encode_together("pictures", parts * self.views, encode, clip.image, ranks)
         self.keys, order = keys.sort()
         self.table = features[order]
         clip.image.standardize.fit(self.table)
@@ -88,11 +90,13 @@ class PictureFeatures:
 
 @torch.no_grad()
 def _encode_together(
-    what: str, parts: int, encode: Callable[[int], tuple[Tensor, Tensor]], width: int, ranks: Ranks
+    what: str, parts: int, encode: Callable[[int], tuple[Tensor, Tensor]], tower: ImageTower | TextTower, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """What `encode` gives for each of `parts` parts, features and keys, on every rank; each rank encodes some of them."""
     mine = tqdm(range(ranks.rank, parts, ranks.size), desc=f"features of {what}", disable=not ranks.first, mininterval=2)
-    found = [encode(part) for part in mine]
-    features = torch.cat([x for x, _ in found]) if found else torch.zeros(0, width, device=ranks.device)
-    keys = torch.cat([key for _, key in found]) if found else torch.zeros(0, dtype=torch.int64, device=ranks.device)
+    with together(f"features of {what}"):
+        found = [encode(part) for part in mine]
+    none = torch.zeros(0, tower.features, dtype=next(tower.parameters()).dtype, device=ranks.device)
+    features = torch.cat([none, *(x for x, _ in found)])
+    keys = torch.cat([torch.zeros(0, dtype=torch.int64, device=ranks.device), *(key for _, key in found)])
     return all_gather(features), all_gather(keys)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from unisono_models.clip.config import ClipConfig
 from unisono_models.clip.data.images import fit_picture
 from unisono_models.clip.text import CaptionTokenizer
 from unisono_models.clip.towers import ImageTower, TextTower
-from unisono_models.training.config_json import config_from_json, config_to_json
+from unisono_models.training.config_json import config_from_json, config_to_json, read_json
 from unisono_models.training.dropout import own_dropout
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -45,6 +46,8 @@ class Clip(nn.Module):
     def encode_images(self, images: Tensor | Sequence[Image.Image]) -> Tensor:
         """Features of pictures: uint8 of shape (n, 3, height, width), or of Pillow. Of any size; cropped to a square."""
         size = self.config.image.size
+        if isinstance(images, Image.Image):
+            raise TypeError("encode_images: images: got one picture, must be a list of pictures")
         if not isinstance(images, Tensor):
             images = (
                 torch.stack([fit_picture(x, size) for x in images]) if len(images) else torch.zeros(0, 3, size, size).byte()
@@ -62,6 +65,8 @@ class Clip(nn.Module):
     @torch.inference_mode()
     def encode_texts(self, captions: Sequence[str]) -> Tensor:
         """Features of captions."""
+        if isinstance(captions, str):
+            raise TypeError(f"encode_texts: captions: got one string, {captions!r}, must be a list of strings")
         return F.normalize(self.text(self.tokenizer(captions).to(next(self.parameters()).device)), dim=1)
 
     def save_pretrained(self, folder: Path | str) -> None:
@@ -85,11 +90,21 @@ class Clip(nn.Module):
         folder = Path(name)
         if not folder.is_dir():
             folder = _downloaded(str(name), revision)
-        settings = json.loads((folder / "config.json").read_text())
+        missing = [file for file in FILES if not (folder / file).is_file()]
+        if missing:
+            raise FileNotFoundError(f"Clip.from_pretrained: {folder}: no {', '.join(missing)}; save_pretrained writes {FILES}")
+        settings = read_json(folder / "config.json")
+        if not isinstance(settings, dict) or not {"model", "scale", "bias"} <= settings.keys():
+            raise ValueError(f"Clip.from_pretrained: {folder / 'config.json'}: not of a Clip, but of another model")
         config = config_from_json(ClipConfig, settings["model"])
         tokenizer = CaptionTokenizer.from_json((folder / "tokenizer.json").read_text(), tokens=config.text.tokens)
         clip = cls(config, tokenizer)
-        clip.load_state_dict(load_file(folder / "model.safetensors"))
+        try:
+            clip.load_state_dict(load_file(folder / "model.safetensors"))
+        except (SafetensorError, RuntimeError) as error:
+            raise ValueError(
+                f"Clip.from_pretrained: {folder / 'model.safetensors'}: damaged, or not its own: {error}"
+            ) from error
         clip.scale, clip.bias = settings["scale"], settings["bias"]
         return clip.eval()
 

@@ -43,9 +43,14 @@ def _depths(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
     depths: dict[int, int] = {}
     for tower in (module for name, module in model.named_modules() if name.endswith("trunk")):
         blocks = list(repeated_blocks(tower))
-        depths |= {id(p): len(blocks) + 1 for p in tower.parameters()}  # embeddings and stems, unless a block has them
-        for place, block in enumerate(blocks):
-            depths |= {id(p): len(blocks) - place for p in block.parameters()}
+        places = {id(p): place for place, block in enumerate(blocks) for p in block.parameters()}
+        below = 0  # blocks that came before a parameter, in the order of the model
+        for parameter in tower.parameters():
+            place = places.get(id(parameter))
+            if place is None:  # of a stem, or of the block that follows, or a norm behind the last, which is as the head
+                depths[id(parameter)] = len(blocks) - below if below else len(blocks) + 1
+            else:
+                depths[id(parameter)], below = len(blocks) - place, place + 1
     for parameter in model.parameters():
         if parameter.requires_grad:
             yield parameter, depths.get(id(parameter), 0)

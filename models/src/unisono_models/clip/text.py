@@ -29,9 +29,9 @@ class CaptionTokenizer:
         tokenizer.enable_truncation(tokens)
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
-        rows = [torch.tensor(found.ids) for found in self.tokenizer.encode_batch(list(captions))]
-        if not rows:
-            return torch.zeros(0, 1, dtype=torch.int64)
+        rows = [torch.tensor(found.ids, dtype=torch.int64) for found in self.tokenizer.encode_batch(list(captions))]
+        if not any(len(row) for row in rows):
+            return torch.full((len(rows), 1), -1, dtype=torch.int64)
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import timm
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 import transformers
 from timm.layers.norm_act import freeze_batch_norm_2d
 from torch import Tensor, nn
+from torch.autograd import grad
 
 from unisono_models.clip.config import ImageConfig, TextConfig
 from unisono_models.clip.weights import load_in_order, text_folder
@@ -20,12 +22,13 @@ class ImageTower(nn.Module):
 
     def __init__(self, config: ImageConfig, width: int) -> None:
         super().__init__()
-        trunk = _image_trunk(config)
+        self.config = config
+        trunk, stages = _image_trunk(config)
         self.trunk = _without_batch_statistics(trunk, config)
         mean, std = (torch.tensor(trunk.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("std", std, persistent=False)
-        self.maps, self.grid = list(config.maps), config.grid
+        self.maps, self.grid = stages, config.grid
         self.features = self._count_features(config.size)
         """How wide the trunk's features are."""
         self.head = make_head(self.features, config.hidden, width, config.dropout)
@@ -55,15 +58,22 @@ class ImageTower(nn.Module):
         maps = trunk.forward_intermediates(x, indices=self.maps, intermediates_only=True)
         return torch.cat([F.adaptive_avg_pool2d(each, self.grid).flatten(1) for each in maps], 1)[: len(images)]
 
-    @torch.no_grad()
     def _count_features(self, size: int) -> int:
-        if not self.maps:
-            return cast(int, self.trunk.num_features)
-        was, example = self.trunk.training, next(self.trunk.parameters())
+        """By trying it. Parameters that maps do not depend on are frozen: without a gradient they would stall DDP."""
+        was, parameters = self.trunk.training, [p for p in self.trunk.parameters() if p.requires_grad]
         self.trunk.eval()
-        width = self.encode(example.new_zeros(1, 3, size, size)).shape[1]
+        with torch.set_grad_enabled(bool(self.maps)):
+            features = self.encode(next(self.trunk.parameters()).new_zeros(1, 3, size, size))
         self.trunk.train(was)
-        return width
+        if features.ndim != 2:
+            raise ValueError(
+                f"image.kwargs: with {self.config.kwargs} {self.config.model} gives {tuple(features.shape)} for one picture, "
+                "must be (1, features): leave its pooling as it is"
+            )
+        found = grad(features.sum(), parameters, allow_unused=True) if self.maps else parameters
+        for parameter, value in zip(parameters, found, strict=True):
+            parameter.requires_grad_(value is not None)
+        return features.shape[1]
 
     def train(self, mode: bool = True) -> ImageTower:
         super().train(mode)
@@ -89,7 +99,7 @@ class TextTower(nn.Module):
     @property
     def features(self) -> int:
         """How wide the trunk's features are."""
-        width: int = self.trunk.config.hidden_size  # type: ignore[union-attr, assignment]
+        width: int = self.trunk.config.hidden_size
         return width
 
     @property
@@ -163,25 +173,41 @@ def _text_trunk(config: TextConfig, vocabulary: int) -> Any:
         settings = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     else:
         raise ValueError(f"text.config: {config.config} has no model_type, such as bert; or give text.model")
-    for name in ("attention_probs_dropout_prob", "attention_dropout"):
-        if hasattr(settings, name):
+    _check_text(settings, config, vocabulary)
+    for name in settings.to_dict():
+        if "drop" in name and ("attention" in name or "attn" in name):
             setattr(settings, name, 0.0)  # it is drawn inside a fused function, where no mask of ours reaches
     if config.model:
         return transformers.AutoModel.from_pretrained(text_folder(config.model), config=settings)
     return transformers.AutoModel.from_config(settings)  # type: ignore[no-untyped-call]
 
 
-def _image_trunk(config: ImageConfig) -> Any:
+def _check_text(settings: Any, config: TextConfig, vocabulary: int) -> None:
+    what = f"text.model {config.model}" if config.model else f"text.config of type {settings.model_type}"
+    if settings.is_encoder_decoder:
+        raise ValueError(f"{what}: has a decoder besides its encoder. Choose a model that is one stack, such as bert")
+    if settings.vocab_size < vocabulary:
+        raise ValueError(f"{what}: knows {settings.vocab_size} tokens, too few for a tokenizer that has {vocabulary}")
+    places = getattr(settings, "max_position_embeddings", None)
+    if places and 0 < places < config.tokens:
+        raise ValueError(f"text.tokens: {config.tokens} is more than the {places} that the {what} takes")
+
+
+def _image_trunk(config: ImageConfig) -> tuple[Any, list[int]]:
+    """The timm model, and the stages of it whose maps are wanted."""
     packaged = config.pretrained.startswith("package:")
     from_file = config.pretrained not in ("", "timm") and not packaged
+    if from_file and not Path(config.pretrained).is_file():
+        raise FileNotFoundError(f"image.pretrained: {config.pretrained}: no such file. For timm's own weights say timm")
     overlay: dict[str, Any] = {"pretrained_cfg_overlay": {"file": config.pretrained}} if from_file else {}
     loads = from_file or config.pretrained == "timm"
-    trunk = timm.create_model(config.model, pretrained=loads, num_classes=0, **overlay, **config.kwargs)
+    trunk: Any = timm.create_model(config.model, pretrained=loads, num_classes=0, **overlay, **config.kwargs)
     if packaged:
         load_in_order(trunk, config.pretrained)
     if config.maps:  # what comes after the last of them is not used, and parameters without a gradient would stall DDP
-        trunk.prune_intermediate_layers(list(config.maps), prune_norm=True, prune_head=True)
-    return trunk
+        # counted from the front from now on: behind the last one there is nothing left to count from
+        return trunk, list(trunk.prune_intermediate_layers(list(config.maps), prune_norm=True, prune_head=True))
+    return trunk, []
 
 
 def _without_batch_statistics(trunk: nn.Module, config: ImageConfig) -> nn.Module:
@@ -190,8 +216,13 @@ def _without_batch_statistics(trunk: nn.Module, config: ImageConfig) -> nn.Modul
     if not found or config.batch_norm == "local":
         return trunk
     if config.batch_norm == "frozen":
-        frozen: nn.Module = freeze_batch_norm_2d(trunk)  # type: ignore[no-untyped-call]
-        return frozen
+        trunk = freeze_batch_norm_2d(trunk)  # type: ignore[no-untyped-call]
+        left = [name for name, layer in trunk.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+        if not left:
+            return trunk
+        raise ValueError(
+            f"image.model {config.model}: image.batch_norm=frozen knows batch norm of maps only, and {left[0]} is another kind"
+        )
     raise ValueError(
         f"image.model {config.model}: {len(found)} layers of batch norm, the first one {found[0]}: a step would depend on the "
         "split over ranks. Choose another norm (image.kwargs) or model, or image.batch_norm=frozen (pretrained) or local"

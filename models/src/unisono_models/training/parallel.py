@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unisono_models.training.config import ParallelConfig
 from unisono_models.training.dropout import remembered
 from unisono_models.training.ranks import Ranks
+from unisono_models.training.talk import hear
 
 
 def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Module:
@@ -49,10 +50,11 @@ def dtype_of(config: ParallelConfig) -> torch.dtype:
 
 
 def precision_of(config: ParallelConfig, ranks: Ranks) -> AbstractContextManager[object]:
-    """The context for forwards: autocast where the config asks for bfloat16 and FSDP2 does not see to it."""
-    if config.precision == "bfloat16" and (config.kind == "ddp" or not dist.is_initialized()):
-        return torch.autocast(ranks.device.type, torch.bfloat16)
-    return nullcontext()
+    """The context for forwards: autocast where the config asks for bfloat16."""
+    if config.precision != "bfloat16":
+        return nullcontext()
+    # What FSDP2 has gathered is freed after a backward, and a copy kept from one micro-batch to the next would take its gradient.
+    return torch.autocast(ranks.device.type, torch.bfloat16, cache_enabled=config.kind == "ddp")
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -78,14 +80,14 @@ def _checkpoint(model: nn.Module, blocks: list[nn.Module]) -> None:
 
 
 def _shard(model: nn.Module, blocks: list[nn.Module], config: ParallelConfig, ranks: Ranks) -> nn.Module:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes as long to import as torch
+    from torch.distributed.fsdp import fully_shard  # takes as long to import as torch
 
-    low = config.precision == "bfloat16"
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if low else MixedPrecisionPolicy()
+    # No MixedPrecisionPolicy: parameters of bfloat16 beside activations of float32 are more than layers on a CPU can do. With
+    # autocast the numbers are those of DDP, for the price of gathering float32.
     mesh = _mesh(config, ranks)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model
 
 
@@ -93,7 +95,12 @@ def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh:
     kind = ranks.device.type
     if config.kind == "fsdp":
         return init_device_mesh(kind, (ranks.size,))
-    shard = config.shard or int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
-    if ranks.size % shard:
+    shard = config.shard
+    if shard is None:
+        hosts = set(hear(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))))
+        if len(hosts) > 1:
+            raise ValueError(f"parallel.shard: hosts have {sorted(hosts)} ranks, so none is that of one host: give a number")
+        shard = hosts.pop()
+    if shard < 1 or ranks.size % shard:
         raise ValueError(f"parallel.shard: {shard} ranks to a copy do not divide the {ranks.size} ranks there are")
     return init_device_mesh(kind, (ranks.size // shard, shard), mesh_dim_names=("replicate", "shard"))

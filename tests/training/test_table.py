@@ -1,0 +1,40 @@
+"""Runs side by side."""
+
+import json
+
+import pytest
+
+from unisono_models.training.table import main, make_table
+
+
+@pytest.fixture
+def runs(tmp_path):
+    def make(name, recipe, seed, summary, width=8):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = {"run": {"seed": seed}, "width": width}
+        (folder / "config.json").write_text(json.dumps({"model": "clip", "recipe": recipe, "config": config}))
+        if summary:
+            (folder / "summary.json").write_text(json.dumps(summary))
+        return folder
+
+    return make
+
+
+def test_seeds_are_one_column_and_recipes_several(runs):
+    paths = [
+        runs("a", "emoji", 0, {"vendor/recall@1": 0.4, "vendor/rows": 10.0}),
+        runs("b", "emoji", 1, {"vendor/recall@1": 0.5, "vendor/rows": 10.0}),
+        runs("c", "other", 0, {"vendor/recall@1": 0.1}),
+        runs("d", "emoji", 0, {"vendor/recall@1": 0.9}, width=9),
+    ]
+    assert make_table(paths, ["*recall*"]).splitlines() == [
+        "| figure | clip emoji, 2 seeds | clip other | clip emoji |",
+        "|---|---|---|---|",
+        "| vendor/recall@1 | 0.450 ± 0.050 | 0.100 | 0.900 |",
+    ]
+
+
+def test_unfinished_run_is_named(runs):
+    with pytest.raises(SystemExit, match="b: not a finished run"):
+        main([str(runs("b", "emoji", 0, None))])
