@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from unisono_models.clip.augment import AugmentConfig, augment
+from unisono_models.clip.recipes import DRAWINGS
 
 STILL = AugmentConfig(
     rotate=0, zoom=(1, 1), stretch=0, shift=0, brightness=0, contrast=0, saturation=0, hue=0, gray=0, outline=0
 )
-STRONG = AugmentConfig(flip=0.5, hue=0.5, gray=0.5)
+STRONG = replace(DRAWINGS, flip=0.5, hue=0.5, gray=0.5)
 
 
 def pictures(count: int = 6, size: int = 16) -> Tensor:

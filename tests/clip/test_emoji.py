@@ -94,6 +94,18 @@ def test_splits_have_known_sizes_and_no_leaks(held_out: str, trained: int) -> No
     assert train.isdisjoint(number for number, _ in unseen.queries.rows)
 
 
+@pytest.mark.parametrize("held_out", ["vendor", "drawing"])
+def test_aliases_trained_on_are_no_names_of_unseen_concepts(held_out: str) -> None:
+    splits = emoji_splits(held_out, words="names and aliases")  # type: ignore[arg-type]
+    unseen = {c.name for c in list_emoji()[0] if is_unseen(c)}
+    assert {"cat", "calendar", "umbrella"} <= unseen
+    assert unseen.isdisjoint(caption for _, caption in splits.train.rows)
+    only_names = emoji_splits(held_out).train  # type: ignore[arg-type]
+    assert set(only_names.rows) < set(splits.train.rows)  # no drawing is lost, and other aliases stay
+    cat_face = {caption for row, (_, caption) in enumerate(splits.train.rows) if splits.train.concept(row).name == "cat face"}
+    assert cat_face == {"cat face"}
+
+
 def test_vendor_split_never_trains_on_openmoji_and_drawing_split_on_all() -> None:
     vendors = {kind: {d.vendor for d in map(emoji_splits(kind).train.drawing, range(6000))} for kind in ("vendor", "drawing")}  # type: ignore[arg-type]
     assert vendors == {"vendor": {"noto", "twemoji"}, "drawing": set(VENDORS)}

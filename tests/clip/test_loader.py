@@ -1,21 +1,26 @@
 """Batches that other processes read ahead are those that the rank would read itself."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.clip.pictures import sample, write_tars
 from unisono.collectives import all_reduce
 from unisono.collectives.groups import resolve
+from unisono_models.clip.data import loader
 from unisono_models.clip.data.loader import load_steps
 from unisono_models.clip.data.pairs import PairBatch
 from unisono_models.clip.data.skipped import Skipped
 from unisono_models.clip.data.sources import open_pairs
+from unisono_models.clip.data.splits import SomePairs
 from unisono_models.training.order import SampleOrder
 
 
@@ -71,6 +76,32 @@ def reads_ahead_in_order(folder):
 def test_workers_beside_a_process_group_give_the_same_batches(ranks, tmp_path):
     write_tars(tmp_path, (4, 3), with_broken)
     assert ranks(reads_ahead_in_order, tmp_path, world_size=2) == [{"broken image": 3}] * 2
+
+
+def test_workers_are_not_sent_the_rows_of_a_split(monkeypatch):
+    sizes = []
+
+    def measured(dataset, **options):
+        sizes.append(len(pickle.dumps(dataset)))
+        return DataLoader(dataset, **options)
+
+    monkeypatch.setattr(loader, "DataLoader", measured)
+    split = SomePairs(SomePairs(Numbers(), np.arange(100).repeat(10_000)), np.arange(10, 1_000_000)[::-1])  # of a split
+    assert len(pickle.dumps(split)) > 15_000_000
+
+    def rows(step):
+        return [step, 999_989 - 10_000 * step]
+
+    inline = list(load_steps(split, rows, 4, first=0, last=3))
+    assert [batch.index.tolist() for batch in inline] == [[99, 0], [99, 1], [99, 2]]
+    for batch, expected in zip(load_steps(split, rows, 4, first=0, last=3, workers=1), inline, strict=True):
+        same(batch, expected)
+    for batch, step in zip(inline, range(3), strict=True):
+        same(batch, split.read(rows(step), 4))
+    assert len(sizes) == 1 and sizes[0] < 1000
+    for workers in (0, 1):
+        with pytest.raises(IndexError, match=r"indices from 0 to 999990: expected them within 0 and 999989"):
+            list(load_steps(split, lambda step: [0, 999_990], 4, first=0, last=1, workers=workers))
 
 
 def test_steps_without_rows_and_no_steps():

@@ -600,6 +600,26 @@ def test_ranks_share_the_work_and_agree(ranks, tmp_path):
             )
 
 
+def keeps_index(folder, caches):
+    """Whether this rank wrote the index of all tars, where its pairs are mapped from, and what it reads."""
+    written, save, cache = [], tars.save_index, caches[resolve(None).rank]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tars, "save_index", lambda path, *index: written.append(path.parent) or save(path, *index))
+        pairs = open_pairs(folder, cache=cache)
+    return [path.name for path in written], pairs._kept and pairs._kept.parent.name, pairs.captions(range(len(pairs)))
+
+
+def test_index_is_written_once_for_each_cache_of_a_host(ranks, tmp_path):
+    write_tars(tmp_path, (2, 3))
+    expected = open_pairs(tmp_path).captions(range(5))
+    one, two, none = (tmp_path / name for name in ("one", "two", "none"))
+    found = ranks(keeps_index, tmp_path, [one, one, two], world_size=3)
+    assert found == [(["one"], "one", expected), ([], "one", expected), (["two"], "two", expected)]
+    assert ranks(keeps_index, tmp_path, [one, two], world_size=2) == [([], "one", expected), ([], "two", expected)]
+    none.write_text("a file, where no folder can be")
+    assert ranks(keeps_index, tmp_path, [none, none], world_size=2) == [(["none"], None, expected), ([], None, expected)]
+
+
 def test_split_keeps_concepts_together(tmp_path):
     rows = [["0.png", f"Thing  {k % 200}" if k % 2 else f"thing {k % 200}"] for k in range(1000)]
     (tmp_path / "0.png").write_bytes(picture())

@@ -230,7 +230,7 @@ def test_pooling_is_the_plain_one(pooling):
         states = tower.trunk(input_ids=row[row >= 0][None]).last_hidden_state[0]  # by itself, without any padding
         expected.append({"mean": states.mean(0), "first": states[0], "last": states[-1]}[pooling])
     torch.testing.assert_close(tower.encode(TOKENS), torch.stack(expected), rtol=1e-5, atol=1e-6)
-    assert (expected[0] - expected[1]).abs().max() > 0.01
+    assert (expected[0] - expected[1]).abs().max() > 1e-3  # a thousand times the tolerance
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -260,6 +260,52 @@ def test_every_encoder_trains_with_dropout_of_samples_only(kind):
     assert not without_gradient(tower)
     named = [key for key in tower.trunk.config.to_dict() if "drop" in key and ("attention" in key or "attn" in key)]
     assert all(getattr(tower.trunk.config, key) == 0 for key in named)
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs", "message"),
+    [
+        ("test_vit", {"attn_drop_rate": 0.1}, r"image.kwargs: attn_drop_rate: 0.1 must be 0.*drop_path_rate"),
+        ("test_vit", {"patch_drop_rate": 0.25}, r"image.kwargs: patch_drop_rate: 0.25 must be 0"),
+        (
+            "test_efficientnet_ln",
+            {"drop_rate": 0.3},
+            r"test_efficientnet_ln with image.kwargs {'drop_rate': 0.3}: draws random",
+        ),
+    ],
+)
+def test_image_tower_rejects_randomness_that_is_not_of_samples(model, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        image_tower(model, kwargs=kwargs)
+    image_tower(model, kwargs=dict.fromkeys(kwargs, 0.0))
+    with torch.device("meta"):
+        assert image_tower(model).features  # which draws nothing
+
+
+def test_text_tower_rejects_randomness_that_is_not_of_samples():
+    opt = {"model_type": "opt", **SIZES, "ffn_dim": 32, "word_embed_proj_dim": 16}
+    with pytest.raises(ValueError, match=r"text.config of type opt: draws random numbers in training"):
+        text_tower(opt)  # it calls F.dropout
+    text_tower(opt, frozen=True)  # never in training mode
+
+
+def test_trying_a_tower_leaves_no_trace():
+    """Neither in torch's generator, nor in the buffers of batch norm, nor in the layers that own_dropout will replace."""
+    kwargs = {"drop_path_rate": 0.3}
+    tower = image_tower("test_resnet", batch_norm="local", dropout=0.2, kwargs=kwargs)
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    alone = timm.create_model("test_resnet", num_classes=0, **kwargs)
+    assert [str(layer) for layer in tower.trunk.modules()] == [str(layer) for layer in alone.modules()]
+    for name, value in alone.state_dict().items():
+        assert torch.equal(tower.trunk.state_dict()[name], value), name
+    torch.nn.Linear(tower.features, 8, bias=False)
+    assert torch.equal(torch.get_rng_state(), after)
+    with pytest.raises(ValueError, match="draws random numbers"):
+        image_tower("test_efficientnet_ln", kwargs={"drop_rate": 0.3})
+    refused = torch.get_rng_state()
+    image_tower("test_efficientnet_ln")
+    assert torch.equal(torch.get_rng_state(), refused)
 
 
 @pytest.mark.parametrize(

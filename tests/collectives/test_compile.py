@@ -1,5 +1,7 @@
 """torch.compile: whole graphs, both backends, the values and gradients of eager, and no endless recompilation."""
 
+import threading
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -186,3 +188,27 @@ def counted_backward() -> None:
 
 def test_count_bytes_does_not_disturb_compiled_code():
     run_ranks(counted_backward, world_size=2)
+
+
+def works_while_another_thread_compiles() -> None:
+    torch._dynamo.reset()
+    found = []
+
+    def talk() -> None:
+        x = torch.ones(dist.get_rank() + 1)
+        found.append((exchange_sizes(x), all_gather(x).tolist()))
+
+    def compiler(graph, inputs):
+        assert torch.compiler.is_compiling()  # for every thread
+        thread = threading.Thread(target=talk)
+        thread.start()
+        thread.join(20)
+        return graph.forward
+
+    assert torch.compile(lambda x: x + 1, backend=compiler)(torch.zeros(2)).tolist() == [1, 1]
+    assert found == [((1, 2), [1.0, 1.0, 1.0])]
+
+
+def test_collectives_of_a_thread_while_another_one_compiles(ranks):
+    """As a checkpoint that is written in the background does."""
+    ranks(works_while_another_thread_compiles, world_size=2)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.training.test_checkpoints import assert_equal, everything
+from unisono_models.training import checkpoints as checkpoints_module
 from unisono_models.training import commits, disk, storage
 from unisono_models.training.checkpoints import Checkpoints
 
@@ -169,6 +171,11 @@ def test_a_damaged_step_does_not_count_as_kept(tmp_path):
         checkpoints.save(3, model_of(3.0), {}, {"step": 3})
     assert loaded(tmp_path)[0] == 3
     assert {path.name for path in commits.list_steps(tmp_path)} == {f"step-{n:08}" for n in (2, 3, 30)}
+    with Checkpoints(tmp_path, keep=1, report=lambda line: None) as checkpoints:
+        assert checkpoints.load(model_of(0.0), {})[0] == 3
+        checkpoints.save(30, model_of(30.0), {}, {"step": 30}, score=0.9)  # what is written anew is damaged no more
+        checkpoints.save(31, model_of(31.0), {}, {"step": 31}, score=0.1)
+    assert {path.name for path in commits.list_steps(tmp_path)} == {f"step-{n:08}" for n in (30, 31)}
 
 
 def test_only_what_is_surely_unfinished_is_removed(tmp_path):
@@ -340,6 +347,34 @@ def test_an_error_in_the_background_is_not_lost(ranks, tmp_path, rank, function)
     assert [path.name for path in commits.list_steps(tmp_path)] == ["step-00000001"]
 
 
+def test_a_failed_save_on_a_disk_that_cannot_be_listed_does_not_end_training(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+
+    def fail(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    for name in ("begin", "list_steps"):
+        monkeypatch.setattr(commits, name, fail)
+    said = []
+    with Checkpoints(tmp_path, report=said.append) as checkpoints:
+        checkpoints.save(2, model_of(2.0), {}, {})
+        assert not checkpoints.wait() and checkpoints.wait()
+    assert len(said) == 1 and "the newest checkpoint: unknown (Input/output error)" in said[0]
+
+
+def test_a_checkpoint_stays_if_another_rank_dies_right_after_the_commit(tmp_path, monkeypatch):
+    @contextmanager
+    def lost_in_the_end(what, *, group=None):
+        yield
+        if what == "commit":
+            raise ConnectionError("rank 1 is gone")
+
+    monkeypatch.setattr(checkpoints_module, "together", lost_in_the_end)
+    failures = saved(tmp_path, 1, report=lambda line: None)
+    monkeypatch.undo()
+    assert len(failures) == 1 and loaded(tmp_path) == (1, [])
+
+
 def save_alone(folder):
     """As if rank 1 had stopped."""
     checkpoints = Checkpoints(folder, timeout=1.0)
@@ -424,6 +459,8 @@ def test_a_linked_directory_is_refused(tmp_path):
     assert step == 1 and "symbolic link" in said[0]
     saved(tmp_path / "run", 3)
     assert loaded(tmp_path / "other")[0] == 2  # left alone
+    saved(tmp_path / "run", 2)  # over the link itself
+    assert loaded(tmp_path / "other") == (2, []) and not step_of(tmp_path / "run", 2).is_symlink()
 
 
 @pytest.mark.parametrize(

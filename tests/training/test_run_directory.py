@@ -117,7 +117,7 @@ def test_given_directory_that_is_finished_or_no_run_is_rejected(tmp_path):
 def test_directory_that_a_kill_left_without_config_is_begun_anew(tmp_path):
     path = tmp_path / "runs/clip-emoji"
     path.mkdir(parents=True)
-    (path / "config.json.partial").write_text('{"model"')
+    (path / "config.json.part").write_text('{"model"')
     (path / ".lock").touch()
     run = opened()
     assert run.path == path and not run.resumes

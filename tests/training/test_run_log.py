@@ -241,3 +241,17 @@ def test_plain_lines_come_at_parts_of_the_run_and_after_some_time(monkeypatch):
     assert lines[-1].startswith("step 1000/1000") and lines[-1].endswith("00:00 left")
     assert sum(int(line.split("/")[0].split()[1]) <= 500 for line in lines) == 10
     assert 50 < len(lines) < 110
+
+
+def test_watched_shows_plain_lines_or_a_bar_or_nothing(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    plain, terminal, silent = io.StringIO(), Terminal(), io.StringIO()
+    for item in progress.watched(range(6), "drawings", stream=plain):
+        clock.now += 4.0
+        assert item == clock.now / 4 - 1
+    assert plain.getvalue().splitlines() == ["drawings: 6 to do", "drawings: 3/6, 00:12 left"]
+    assert list(progress.watched("ab", "drawings", stream=terminal)) == ["a", "b"]
+    assert "drawings" in terminal.getvalue() and "2/2" in terminal.getvalue()
+    assert list(progress.watched("ab", "drawings", stream=silent, aloud=False)) == ["a", "b"]
+    assert silent.getvalue() == ""

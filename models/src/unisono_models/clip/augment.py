@@ -14,29 +14,32 @@ from unisono_models.training.randomness import uniform
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """How far pictures are changed. Ranges are drawn from evenly; 0 and a chance of 0 leave a thing as it is."""
+    """How far pictures are changed. Ranges are drawn from evenly; 0 and a chance of 0 leave a thing as it is.
 
-    rotate: float = 15.0
+    The defaults are for photographs, of which there are many: a slight crop.
+    """
+
+    rotate: float = 0.0
     """Degrees, either way."""
-    zoom: tuple[float, float] = (0.65, 1.1)
+    zoom: tuple[float, float] = (1.0, 1.1)
     """Smallest and largest scale; what is outside the picture becomes `margin`."""
-    stretch: float = 0.15
+    stretch: float = 0.0
     """Scale of the width over the height, up to this much more or less."""
-    shift: float = 0.1
+    shift: float = 0.02
     """Part of the width and of the height, either way."""
     flip: float = 0.0
     """Chance of a mirror image. Off, since arrows, flags and letters are not what their mirror images are."""
-    brightness: float = 0.2
+    brightness: float = 0.0
     """Added to or taken from all colours."""
-    contrast: float = 0.3
+    contrast: float = 0.0
     """Distance from middle grey, up to this part more or less."""
-    saturation: float = 0.5
+    saturation: float = 0.0
     """Distance from grey, up to this part more or less."""
-    hue: float = 0.05
+    hue: float = 0.0
     """Turn of the colour circle, either way; 0.5 is half of it."""
-    gray: float = 0.1
+    gray: float = 0.0
     """Chance of no colour at all."""
-    outline: float = 0.5
+    outline: float = 0.0
     """Chance of dark lines along edges, as some vendors draw and some do not."""
     margin: float = 1.0
     """The grey that comes in at the border: 1 is white, on which emoji are drawn."""

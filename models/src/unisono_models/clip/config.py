@@ -128,8 +128,6 @@ class OptimizerConfig:
     """Factor of the learning rate from a layer of a tower to the one below it."""
     clip_norm: float | None = 1.0
     """Largest norm of the gradient."""
-    average: float = 0.0
-    """Decay of an exponential average of the weights, which is what is evaluated and exported. 0: none."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from unisono.collectives import all_gather, global_mean
 from unisono.contrastive import retrieval_metrics
 from unisono_models.clip.data.pairs import Pairs
 from unisono_models.clip.data.test_sets import TestSet
+from unisono_models.training.heartbeat import Heartbeat
 from unisono_models.training.ranks import Ranks
 
 TEMPLATES = ("{}", "an emoji of {}", "a drawing of {}", "something of the kind {}")
@@ -28,6 +29,7 @@ class Encoder:
     model: nn.Module
     read_text: Callable[[Sequence[str]], Tensor]
     ranks: Ranks
+    heartbeat: Heartbeat
     size: int
     dtype: torch.dtype = torch.float32
     rows: int = 256
@@ -37,10 +39,17 @@ class Encoder:
         images, texts, concepts = [], [], []
         for share in self._shares(len(pairs)):
             batch = pairs.read(share, self.size)
-            images.append(self._encode("images", batch.images.to(self.ranks.device, self.dtype) / 255))
+            images.append(self._encode_pictures(batch.images))
             texts.append(self._encode("text", self.read_text(batch.captions)))
             concepts.append(batch.concepts)
         return torch.cat(images), torch.cat(texts), torch.cat(concepts).to(self.ranks.device)
+
+    @torch.no_grad()
+    def all_pictures(self, pairs: Pairs) -> Tensor:
+        """Features of all pictures, in order, on every rank. None may be broken."""
+        self.model.eval()
+        parts = (pairs.read(share, self.size).images for share in self._shares(len(pairs)))
+        return all_gather(torch.cat([self._encode_pictures(images) for images in parts]))
 
     def captions(self, captions: Sequence[str]) -> Tensor:
         """Features of all captions, on every rank."""
@@ -53,7 +62,11 @@ class Encoder:
         largest = -(-count // self.ranks.size)
         return [part.tolist() for part in mine.tensor_split(max(1, -(-largest // self.rows)))]
 
+    def _encode_pictures(self, images: Tensor) -> Tensor:
+        return self._encode("images", images.to(self.ranks.device, self.dtype) / 255)
+
     def _encode(self, part: str, rows: Tensor) -> Tensor:
+        self.heartbeat.beat()
         rows = rows.to(self.ranks.device)
         index = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
         features: Tensor = self.model({part: rows, "index": index, "step": 0, "seed": 0}, part)
@@ -93,15 +106,16 @@ def evaluate(encoder: Encoder, tests: Mapping[str, TestSet]) -> dict[str, float]
 
 
 @torch.no_grad()
-def pixel_floor(tests: Mapping[str, TestSet], ranks: Ranks, *, size: int = 32) -> dict[str, float]:
-    """Image to image by the pixels themselves: what a model must beat."""
+def pixel_floor(tests: Mapping[str, TestSet], ranks: Ranks, *, size: int) -> dict[str, float]:
+    """Image to image by the pixels themselves, of pictures of `size` brought down to 32: what a model must beat."""
     figures: dict[str, float] = {}
     for name, test in tests.items():
         if test.queries is None:
             continue
         mine = torch.arange(len(test.pairs)).tensor_split(ranks.size)[ranks.rank].tolist()
         batches = [pairs.read(mine, size) for pairs in (test.queries, test.pairs)]
-        x, y = (_centred(batch.images.flatten(1).float()) for batch in batches)
+        small = (F.adaptive_avg_pool2d(batch.images.float(), min(size, 32)) for batch in batches)
+        x, y = (_centred(images.flatten(1)) for images in small)
         figures |= _one_way(f"{name}/image_to_image_by_pixels", retrieval_metrics(x, y, ids=batches[0].concepts))
     return figures
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from unisono.collectives import all_gather
 from unisono_models.clip.augment import AugmentConfig, augment
@@ -15,36 +14,40 @@ from unisono_models.clip.evaluate import prompts_for
 from unisono_models.clip.model import Clip
 from unisono_models.clip.source import Source
 from unisono_models.clip.towers import ImageTower, TextTower
+from unisono_models.training.heartbeat import Heartbeat
+from unisono_models.training.progress import watched
 from unisono_models.training.ranks import Ranks
 from unisono_models.training.talk import together
 
 ROWS = 64  # in a forward. Fixed, and whole ones go to ranks: how many ranks there are changes no bit of a feature
 
 
-def known_captions(source: Source) -> list[str]:
-    """All captions that a run will meet: those it trains on, those of its tests, and the prompts of zero-shot classes."""
-    tested = [text for test in source.tests.values() for text in test.pairs.captions(range(len(test.pairs)))]
-    return [*source.captions, *tested, *(text for test in source.tests.values() for text in prompts_for(test.classes))]
+def tested_captions(source: Source) -> list[str]:
+    """The captions of a run's tests, and the prompts of their zero-shot classes."""
+    tests = source.tests.values()
+    tested = [text for test in tests for text in test.pairs.captions(range(len(test.pairs)))]
+    return [*tested, *(text for test in tests for text in prompts_for(test.classes))]
 
 
 class CaptionFeatures:
     """The text trunk's features of known captions, as a function: captions to what the text tower takes.
 
-    Captions that are not known are encoded when they are asked for, by the rank that asks.
+    Captions that are not known are encoded when they are asked for, by the rank that asks. `trained`: those to learn from, by
+    which features are standardized. `others`: to be known besides.
     """
 
-    def __init__(self, clip: Clip, captions: Sequence[str], ranks: Ranks) -> None:
+    def __init__(self, clip: Clip, trained: Sequence[str], others: Sequence[str], ranks: Ranks, heartbeat: Heartbeat) -> None:
         self.clip, self.device = clip, ranks.device
-        known = sorted(set(captions), key=lambda text: (len(text), text))  # alike in length: little padding
+        known = sorted({*trained, *others}, key=lambda text: (len(text), text))  # alike in length: little padding
         self.places = {text: place for place, text in enumerate(known)}
 
         def encode(part: int) -> tuple[Tensor, Tensor]:
             places = torch.arange(part * ROWS, min((part + 1) * ROWS, len(known)), device=ranks.device)
             return self._encode([known[place] for place in places.tolist()]), places
 
-        features, places = _encode_together("captions", -(-len(known) // ROWS), encode, clip.text, ranks)
+        features, places = _encode_together("captions", -(-len(known) // ROWS), encode, clip.text, ranks, heartbeat)
         self.table = features[places.argsort()]
-        clip.text.standardize.fit(self.table)
+        clip.text.standardize.fit(self(sorted(set(trained))))
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
         places = [self.places.get(text, -1) for text in captions]
@@ -63,7 +66,9 @@ class PictureFeatures:
     View 0 is the picture as it is, the others are augmented. An epoch takes one view of a picture, the next epoch the next.
     """
 
-    def __init__(self, clip: Clip, pairs: Pairs, augmentation: AugmentConfig, seed: int, ranks: Ranks) -> None:
+    def __init__(
+        self, clip: Clip, pairs: Pairs, augmentation: AugmentConfig, seed: int, ranks: Ranks, heartbeat: Heartbeat
+    ) -> None:
         size, self.views = clip.config.image.size, clip.config.image.views
         dtype = next(clip.parameters()).dtype
 
@@ -78,25 +83,44 @@ class PictureFeatures:
             return clip.image.encode(pictures.to(dtype)), index * self.views + view
 
         parts = -(-len(pairs) // ROWS)
-        features, keys = _encode_together("pictures", parts * self.views, encode, clip.image, ranks)
-        self.keys, order = keys.sort()
+        features, keys = _encode_together("pictures", parts * self.views, encode, clip.image, ranks, heartbeat)
+        self.keys, order = keys.sort(stable=True)
         self.table = features[order]
         clip.image.standardize.fit(self.table)
 
     def __call__(self, index: Tensor, epoch: int) -> Tensor:
         """Features of the pictures of these samples, (n, features), for what the image tower takes."""
-        return self.table[torch.searchsorted(self.keys, index * self.views + epoch % self.views)]
+        keys = index * self.views + epoch % self.views
+        places = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
+        if not torch.equal(self.keys[places], keys):
+            absent = int(index[self.keys[places] != keys][0])
+            raise ValueError(f"features of pictures: sample {absent} has none: it could not be read when they were computed")
+        return self.table[places]
 
 
 @torch.no_grad()
 def _encode_together(
-    what: str, parts: int, encode: Callable[[int], tuple[Tensor, Tensor]], tower: ImageTower | TextTower, ranks: Ranks
+    what: str,
+    parts: int,
+    encode: Callable[[int], tuple[Tensor, Tensor]],
+    tower: ImageTower | TextTower,
+    ranks: Ranks,
+    heartbeat: Heartbeat,
 ) -> tuple[Tensor, Tensor]:
-    """What `encode` gives for each of `parts` parts, features and keys, on every rank; each rank encodes some of them."""
-    mine = tqdm(range(ranks.rank, parts, ranks.size), desc=f"features of {what}", disable=not ranks.first, mininterval=2)
+    """What `encode` gives for each of `parts` parts, features and keys, on every rank, in the order of the parts.
+
+    Each rank encodes some of them.
+    """
+    mine = range(ranks.rank, parts, ranks.size)
     with together(f"features of {what}"):
-        found = [encode(part) for part in mine]
+        found = []
+        for part in watched(mine, f"features of {what}, {ROWS} at a time", aloud=ranks.first):
+            found.append(encode(part))
+            heartbeat.beat()
     none = torch.zeros(0, tower.features, dtype=next(tower.parameters()).dtype, device=ranks.device)
-    features = torch.cat([none, *(x for x, _ in found)])
-    keys = torch.cat([torch.zeros(0, dtype=torch.int64, device=ranks.device), *(key for _, key in found)])
-    return all_gather(features), all_gather(keys)
+    features = all_gather(torch.cat([none, *(x for x, _ in found)]))
+    # a key may come twice, in parts of other sizes, with other bits: which is the first is not to depend on the ranks
+    places = [torch.stack([keys, torch.full_like(keys, part)]) for part, (_, keys) in zip(mine, found, strict=True)]
+    keys, part_of = all_gather(torch.cat([torch.zeros(2, 0, dtype=torch.int64, device=ranks.device), *places], 1), 1)
+    order = part_of.argsort(stable=True)
+    return features[order], keys[order]

@@ -85,8 +85,13 @@ class Gallery:
         self._named = {_bare(item.emoji): item for item in items if item.emoji}
 
     @classmethod
-    def from_emoji(cls, clip: Clip, *, cache: Path | None = None, drawings: Path | None = None) -> Gallery:
-        """All drawings of all emoji. `cache`: a file that keeps the features. `drawings`: where rendered drawings are kept."""
+    def from_emoji(
+        cls, clip: Clip, *, cache: Path | None = None, drawings: Path | None = None, features: Tensor | None = None
+    ) -> Gallery:
+        """All drawings of all emoji. `cache`: a file that keeps the features. `drawings`: where rendered drawings are kept.
+
+        `features`: of the drawings, in the order of `list_emoji`, if they are known.
+        """
         concepts, found = list_emoji()
         size, spelled = clip.config.image.size, _full_spellings()
         items = [
@@ -107,7 +112,9 @@ class Gallery:
             cache,
             clip=clip,
             data=prepare(size, cache=drawings).name,  # which names size and the versions of what is drawn
-            compute=lambda: encode_pixels(clip, load_drawings(size, cache=drawings)),
+            compute=lambda: (
+                encode_pixels(clip, load_drawings(size, cache=drawings)) if features is None else {"features": features}
+            ),
         )
         credits = [f"{art.name} ({art.licence})" for art in ART.values()]
         return cls(clip, items, kept["features"], draw=draw, credits=credits)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from shutil import copymode
 from typing import Any
 
 import torch
@@ -49,16 +51,13 @@ class Clip(nn.Module):
         if isinstance(images, Image.Image):
             raise TypeError("encode_images: images: got one picture, must be a list of pictures")
         if not isinstance(images, Tensor):
-            images = (
-                torch.stack([fit_picture(x, size) for x in images]) if len(images) else torch.zeros(0, 3, size, size).byte()
-            )
-        assert isinstance(images, Tensor)
+            images = _squares(images, size)
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
             raise ValueError(
                 f"encode_images: images: expected uint8 of shape (n, 3, h, w), got {images.dtype} {tuple(images.shape)}"
             )
-        if len(images) and images.shape[2:] != (size, size):
-            images = torch.stack([fit_picture(Image.fromarray(x.permute(1, 2, 0).cpu().numpy()), size) for x in images])
+        if images.shape[2:] != (size, size):
+            images = _squares([Image.fromarray(x.permute(1, 2, 0).cpu().numpy()) for x in images], size)
         parameter = next(self.parameters())
         return F.normalize(self.image(images.to(parameter.device, parameter.dtype) / 255), dim=1)
 
@@ -76,17 +75,23 @@ class Clip(nn.Module):
         save_file({k: v.contiguous() for k, v in self.state_dict().items()}, folder / "model.safetensors")
         settings = {"model": config_to_json(self.portable_config()), "scale": self.scale, "bias": self.bias}
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        (folder / "tokenizer.json").write_text(self.tokenizer.to_json())
+        (folder / "tokenizer.json").write_text(self.tokenizer.to_json(), encoding="utf-8")
+        copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes it for nobody else to read
 
     def portable_config(self) -> ClipConfig:
         """The config of the same model without the places that its first weights came from."""
         trunk: Any = self.text.trunk
-        text = replace(self.config.text, model="", config=json.loads(trunk.config.to_json_string(use_diff=False)))
+        fields = json.loads(trunk.config.to_json_string(use_diff=False))
+        fields = {key: value for key, value in fields.items() if key not in ("_name_or_path", "dtype")}  # those of the first
+        text = replace(self.config.text, model="", config=fields)
         return replace(self.config, image=replace(self.config.image, pretrained=""), text=text)
 
     @classmethod
     def from_pretrained(cls, name: Path | str, *, revision: str | None = None) -> Clip:
-        """A model from a folder, or from a repository of the Hugging Face hub if there is no such folder. In eval mode."""
+        """A model from a folder, or from a repository of the Hugging Face hub if there is no such folder.
+
+        In eval mode, and in float32 whatever it was saved in.
+        """
         folder = Path(name)
         if not folder.is_dir():
             folder = _downloaded(str(name), revision)
@@ -96,15 +101,13 @@ class Clip(nn.Module):
         settings = read_json(folder / "config.json")
         if not isinstance(settings, dict) or not {"model", "scale", "bias"} <= settings.keys():
             raise ValueError(f"Clip.from_pretrained: {folder / 'config.json'}: not of a Clip, but of another model")
-        config = config_from_json(ClipConfig, settings["model"])
-        tokenizer = CaptionTokenizer.from_json((folder / "tokenizer.json").read_text(), tokens=config.text.tokens)
+        with _reading(folder / "config.json"):
+            config = config_from_json(ClipConfig, settings["model"])
+        with _reading(folder / "tokenizer.json") as file:
+            tokenizer = CaptionTokenizer.from_json(file.read_text(encoding="utf-8"), tokens=config.text.tokens)
         clip = cls(config, tokenizer)
-        try:
-            clip.load_state_dict(load_file(folder / "model.safetensors"))
-        except (SafetensorError, RuntimeError) as error:
-            raise ValueError(
-                f"Clip.from_pretrained: {folder / 'model.safetensors'}: damaged, or not its own: {error}"
-            ) from error
+        with _reading(folder / "model.safetensors") as file:
+            clip.load_state_dict(load_file(file))
         clip.scale, clip.bias = settings["scale"], settings["bias"]
         return clip.eval()
 
@@ -117,8 +120,27 @@ class Clip(nn.Module):
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             api = HfApi()
-            api.create_repo(repository, private=private, exist_ok=True)
-            api.upload_folder(repo_id=repository, folder_path=folder)
+            try:
+                api.create_repo(repository, private=private, exist_ok=True)
+                api.upload_folder(repo_id=repository, folder_path=folder)
+            except Exception as error:  # as in _downloaded
+                raise OSError(f"Clip.push_to_hub: {repository}: the hub does not take it: {error}") from error
+
+
+def _squares(pictures: Sequence[Image.Image], size: int) -> Tensor:
+    for picture in pictures:
+        if not isinstance(picture, Image.Image):
+            raise TypeError(f"encode_images: images: {type(picture).__name__} among them, must be pictures of Pillow")
+    squares = [fit_picture(picture, size) for picture in pictures]
+    return torch.stack(squares) if squares else torch.zeros(0, 3, size, size, dtype=torch.uint8)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[Path]:
+    try:
+        yield file
+    except (ValueError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"Clip.from_pretrained: {file}: damaged, or not its own: {error}") from error
 
 
 def _downloaded(name: str, revision: str | None) -> Path:

@@ -57,7 +57,8 @@ class Learner(nn.Module):
         total = self.pairs(images, text, ids=ids)
         losses = {"pairs": total}
         if self.config.image_weight:
-            losses["images"] = self.images(images, concepts)
+            # NaN, with zero gradients, for a batch in which no concept comes twice: the mean over no anchors
+            losses["images"] = torch.nan_to_num(self.images(images, concepts))
             total = total + self.config.image_weight * losses["images"]
         if views is not None:
             losses["views"] = self.views(images, views)

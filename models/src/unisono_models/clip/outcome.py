@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from unisono_models.clip.config import Config
+from unisono_models.clip.data.emoji import emoji_pairs
 from unisono_models.clip.data.skipped import Skipped
-from unisono_models.clip.evaluate import pixel_floor
+from unisono_models.clip.evaluate import Encoder, pixel_floor
 from unisono_models.clip.gallery import Gallery
 from unisono_models.clip.model import Clip
 from unisono_models.clip.objective import Learner
 from unisono_models.clip.picture import draw_searches
 from unisono_models.clip.source import Source
-from unisono_models.training.ranks import Ranks
 from unisono_models.training.report import Picture, write_report
 from unisono_models.training.run_directory import RunDirectory
 from unisono_models.training.talk import together
@@ -28,25 +27,28 @@ FIGURES = ("recall@1", "recall@5", "recall@10", "median_rank")
 def conclude(
     run: RunDirectory,
     config: Config,
-    model: nn.Module,
     learner: Learner,
+    encoder: Encoder,
     source: Source,
     figures: Mapping[str, float],
     skipped: Skipped,
-    ranks: Ranks,
 ) -> None:
     """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))  # whole, on rank 0
-    floor = pixel_floor(source.tests, ranks)
+    ranks, is_emoji = encoder.ranks, config.data.source == "emoji"
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(encoder.model, options=options)  # whole, on rank 0
+    floor = pixel_floor(source.tests, ranks, size=encoder.size)
     broken = skipped.report()
+    features = encoder.all_pictures(emoji_pairs()).float().cpu() if is_emoji else None
     pictures = []
     with together("conclude"):
         if ranks.first:
             clip = _whole(learner, weights)
             clip.save_pretrained(run.export)
-            if config.data.source == "emoji":
+            if is_emoji:
                 path = run.samples / "search.png"
-                draw_searches(Gallery.from_emoji(clip, cache=run.path / "gallery.safetensors"), QUERIES, path)
+                gallery = Gallery.from_emoji(clip, cache=run.path / "gallery.safetensors", features=features)
+                draw_searches(gallery, QUERIES, path)
                 pictures.append(Picture(path, "Typed words, and the emoji that the model finds for them"))
     rows = table_rows({**figures, **floor})
     write_report(
@@ -59,9 +61,9 @@ def conclude(
         summary={**figures, **floor},
         highlights=[name for name in figures if name.endswith(("text_to_image/recall@1", "text_to_image/recall@10"))],
     )
-    run.finish({**figures, **floor})
     if ranks.first:
         _show(rows, run)
+    run.finish({**figures, **floor})  # last: from here on, whatever happens, it is not run again
 
 
 def table_rows(figures: Mapping[str, float]) -> list[dict[str, Any]]:

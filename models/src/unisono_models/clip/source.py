@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
 
 from unisono_models.clip.config import DataConfig
 from unisono_models.clip.data.emoji_concepts import ART, list_emoji
 from unisono_models.clip.data.emoji_drawings import load_drawings
 from unisono_models.clip.data.emoji_groups import GROUPS
 from unisono_models.clip.data.emoji_splits import emoji_splits
-from unisono_models.clip.data.pairs import Pairs
+from unisono_models.clip.data.pairs import CaptionedPairs, Pairs
 from unisono_models.clip.data.sources import open_pairs
 from unisono_models.clip.data.splits import split_pairs
 from unisono_models.clip.data.test_sets import TestSet
@@ -26,7 +28,7 @@ class Source:
 
     train: Pairs
     captions: Sequence[str]
-    """Of what is trained on, or of the first of it."""
+    """Of what is trained on, or of some of it. Users' data is read for them only by ranks that look: see SpreadCaptions."""
     complete: bool
     """Whether `captions` are all that training will meet."""
     tests: dict[str, TestSet]
@@ -36,16 +38,39 @@ class Source:
     """Licences and damages, for the report."""
 
 
+class SpreadCaptions(Sequence[str]):
+    """The captions of at most `most` of the pairs, evenly spread: data often comes sorted, and its first pairs are alike.
+
+    They are read when one is first asked for, and kept. Of all ranks only the one that trains a tokenizer has a use for them,
+    unless the text tower is frozen; and in a run that has its tokenizer none.
+    """
+
+    def __init__(self, pairs: CaptionedPairs, most: int) -> None:
+        self._pairs, self._count = pairs, min(len(pairs), most)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[str]: ...
+    def __getitem__(self, place: int | slice) -> str | list[str]:
+        return self._texts[place]
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        return self._pairs.captions([len(self._pairs) * place // self._count for place in range(self._count)])
+
+
 def open_source(config: DataConfig, *, size: int, seed: int, ranks: Ranks) -> Source:
     """Open the data on all ranks together. Emoji are rendered by one rank of each host, once, and kept in the user's cache."""
     if config.source == "emoji":
         return _open_emoji(config, size, ranks)
     pairs = open_pairs(config.source, image=config.image, caption=config.caption, concept=config.concept)
     train, held_out = split_pairs(pairs, config.held_out, seed)
-    some = range(min(len(train), CAPTIONS))
-    with together("open_source"):
-        captions = train.captions(some)
-    return Source(train, captions, len(some) == len(train), {"held_out": TestSet(held_out)}, notes=train.notes)
+    captions = SpreadCaptions(train, CAPTIONS)
+    return Source(train, captions, len(captions) == len(train), {"held_out": TestSet(held_out)}, notes=train.notes)
 
 
 def _open_emoji(config: DataConfig, size: int, ranks: Ranks) -> Source:
@@ -58,6 +83,8 @@ def _open_emoji(config: DataConfig, size: int, ranks: Ranks) -> Source:
     classes = {concept.id: GROUPS.index(concept.group) for concept in list_emoji()[0]}
     tests = {name: TestSet(test.pairs, test.queries, GROUPS, classes) for name, test in splits.tests.items()}
     captions = [caption for _, caption in splits.train.rows]
-    weights = [config.toned if splits.train.concept(row).toned else 1.0 for row in range(len(splits.train))]
+    weights = None
+    if config.toned < 1:
+        weights = [config.toned if splits.train.concept(row).toned else 1.0 for row in range(len(splits.train))]
     notes = tuple(f"{art.name}, {art.licence}, {art.source}" for art in ART.values())
     return Source(splits.train, captions, True, tests, weights, notes)

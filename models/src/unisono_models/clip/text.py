@@ -12,8 +12,8 @@ from torch import Tensor
 
 from unisono_models.clip.config import TextConfig
 from unisono_models.clip.weights import text_folder
+from unisono_models.training.disk import replace_file
 from unisono_models.training.ranks import Ranks
-from unisono_models.training.run_directory import replace_file
 from unisono_models.training.talk import tell, together
 
 
@@ -25,6 +25,9 @@ class CaptionTokenizer:
 
     def __init__(self, tokenizer: Any, *, tokens: int) -> None:
         self.tokenizer, self.tokens = tokenizer, tokens
+        special = tokenizer.num_special_tokens_to_add(False)
+        if tokens <= special:  # the tokenizer would truncate nothing, and not say so
+            raise ValueError(f"text.tokens: {tokens} leave no room for words beside the {special} that mark the ends")
         tokenizer.no_padding()
         tokenizer.enable_truncation(tokens)
 
@@ -56,7 +59,11 @@ class CaptionTokenizer:
     def from_json(cls, text: str, *, tokens: int) -> CaptionTokenizer:
         from tokenizers import Tokenizer
 
-        return cls(Tokenizer.from_str(text), tokens=tokens)
+        try:
+            tokenizer = Tokenizer.from_str(text)
+        except Exception as error:  # it raises no other class
+            raise ValueError(f"CaptionTokenizer.from_json: not a tokenizer: {error}") from error
+        return cls(tokenizer, tokens=tokens)
 
 
 def make_tokenizer(config: TextConfig, captions: Iterable[str]) -> CaptionTokenizer:
@@ -69,9 +76,10 @@ def make_tokenizer(config: TextConfig, captions: Iterable[str]) -> CaptionTokeni
             raise ValueError("text.tokenizer=model needs a text.model to take it from")
         from transformers import AutoTokenizer
 
-        return CaptionTokenizer(
-            AutoTokenizer.from_pretrained(text_folder(config.model)).backend_tokenizer, tokens=config.tokens
-        )
+        theirs = AutoTokenizer.from_pretrained(text_folder(config.model))
+        if set(theirs.get_vocab()) <= set(theirs.all_special_tokens):  # what transformers gives if there is none
+            raise ValueError(f"text.model {config.model}: no tokenizer comes with it; say text.tokenizer=captions")
+        return CaptionTokenizer(theirs.backend_tokenizer, tokens=config.tokens)
     return CaptionTokenizer(_trained(captions, config.vocabulary), tokens=config.tokens)
 
 
@@ -94,11 +102,14 @@ def _trained(captions: Iterable[str], vocabulary: int) -> Any:
 
 
 def shared_tokenizer(config: TextConfig, captions: Iterable[str], path: Path, ranks: Ranks) -> CaptionTokenizer:
-    """The tokenizer of a run, the same on all ranks and after a restart: rank 0 makes it, and keeps it in `path`."""
+    """The tokenizer of a run, the same on all ranks and after a restart: rank 0 makes it, and keeps it in `path`.
+
+    `captions` are looked at by rank 0 alone, and only where a tokenizer is to be trained.
+    """
     text = ""
     with together("shared_tokenizer"):
         if ranks.first:
             if not path.exists():
                 replace_file(path, make_tokenizer(config, captions).to_json())
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
     return CaptionTokenizer.from_json(tell(text), tokens=config.tokens)

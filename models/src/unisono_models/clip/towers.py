@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from torch.autograd import grad
 
 from unisono_models.clip.config import ImageConfig, TextConfig
 from unisono_models.clip.weights import load_in_order, text_folder
+from unisono_models.training.dropout import dropout_for, dropout_rows, own_dropout
 
 
 class ImageTower(nn.Module):
@@ -35,6 +37,8 @@ class ImageTower(nn.Module):
         self.frozen = config.frozen
         if config.frozen:
             self.trunk.requires_grad_(False).eval()
+        pictures = next(self.trunk.parameters()).new_zeros(2, 3, config.size, config.size)
+        _check_randomness(self, pictures, f"image.model {config.model} with image.kwargs {config.kwargs}")
 
     @property
     def standardize(self) -> Standardize:
@@ -95,6 +99,8 @@ class TextTower(nn.Module):
         self.pooling, self.frozen = config.pooling, config.frozen
         if config.frozen:
             self.trunk.requires_grad_(False).eval()
+        tokens = next(self.trunk.parameters()).new_zeros(2, 1, dtype=torch.int64)
+        _check_randomness(self, tokens, _text_name(config, trunk.config))
 
     @property
     def features(self) -> int:
@@ -183,7 +189,7 @@ def _text_trunk(config: TextConfig, vocabulary: int) -> Any:
 
 
 def _check_text(settings: Any, config: TextConfig, vocabulary: int) -> None:
-    what = f"text.model {config.model}" if config.model else f"text.config of type {settings.model_type}"
+    what = _text_name(config, settings)
     if settings.is_encoder_decoder:
         raise ValueError(f"{what}: has a decoder besides its encoder. Choose a model that is one stack, such as bert")
     if settings.vocab_size < vocabulary:
@@ -193,8 +199,18 @@ def _check_text(settings: Any, config: TextConfig, vocabulary: int) -> None:
         raise ValueError(f"text.tokens: {config.tokens} is more than the {places} that the {what} takes")
 
 
+def _text_name(config: TextConfig, settings: Any) -> str:
+    return f"text.model {config.model}" if config.model else f"text.config of type {settings.model_type}"
+
+
 def _image_trunk(config: ImageConfig) -> tuple[Any, list[int]]:
     """The timm model, and the stages of it whose maps are wanted."""
+    for name in ("attn_drop_rate", "patch_drop_rate"):
+        if config.kwargs.get(name):
+            raise ValueError(
+                f"image.kwargs: {name}: {config.kwargs[name]} must be 0: it is drawn where no mask of ours reaches, and would "
+                "depend on the split over ranks. Use drop_path_rate, or image.dropout"
+            )
     packaged = config.pretrained.startswith("package:")
     from_file = config.pretrained not in ("", "timm") and not packaged
     if from_file and not Path(config.pretrained).is_file():
@@ -227,3 +243,24 @@ def _without_batch_statistics(trunk: nn.Module, config: ImageConfig) -> nn.Modul
         f"image.model {config.model}: {len(found)} layers of batch norm, the first one {found[0]}: a step would depend on the "
         "split over ranks. Choose another norm (image.kwargs) or model, or image.batch_norm=frozen (pretrained) or local"
     )
+
+
+def _check_randomness(tower: ImageTower | TextTower, rows: Tensor, what: str) -> None:
+    """Refuse a trunk that draws from torch's generator in training: what it draws would depend on the split over ranks.
+
+    By trying it, on a copy that shares the parameters: own_dropout is for the whole model, and batch norm changes buffers.
+    """
+    first = next(tower.parameters())
+    if tower.frozen or first.device.type != "cpu" or type(first) is not nn.Parameter:  # meta and fake tensors draw nothing
+        return
+    tried = own_dropout(deepcopy(tower, {id(parameter): parameter for parameter in tower.parameters()})).train()
+    samples = dropout_rows(0, 0, torch.arange(len(rows)))
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), dropout_for(samples):
+        before = torch.get_rng_state()
+        tried(rows)
+        drawn = not torch.equal(torch.get_rng_state(), before)
+    if drawn:
+        raise ValueError(
+            f"{what}: draws random numbers in training that do not belong to samples: a step would depend on the split over "
+            "ranks. Set its rates of dropout to 0, or choose a model whose dropout is layers (nn.Dropout, DropPath)"
+        )

@@ -12,7 +12,7 @@ from unisono_models.clip.config import Config
 from unisono_models.clip.data.loader import load_steps
 from unisono_models.clip.data.skipped import Skipped
 from unisono_models.clip.evaluate import Encoder, evaluate
-from unisono_models.clip.features import CaptionFeatures, PictureFeatures, known_captions
+from unisono_models.clip.features import CaptionFeatures, PictureFeatures, tested_captions
 from unisono_models.clip.model import Clip
 from unisono_models.clip.objective import Learner, backward
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
@@ -49,23 +49,21 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
     learner = Learner(Clip(config.model, tokenizer), config.objective).to(ranks.device, dtype_of(config.parallel))
     read_text: Callable[[Sequence[str]], Tensor] = tokenizer
     if config.model.text.frozen and source.complete:
-        read_text = CaptionFeatures(learner.clip, known_captions(source), ranks)
+        read_text = CaptionFeatures(learner.clip, source.captions, tested_captions(source), ranks, heartbeat)
     pictures = None
     if config.model.image.frozen and config.model.image.views:
-        pictures = PictureFeatures(learner.clip, source.train, config.augment, seed, ranks)
+        pictures = PictureFeatures(learner.clip, source.train, config.augment, seed, ranks, heartbeat)
     model = parallelize(learner, config.parallel, ranks)
     optimizer = make_optimizer(learner, config.optimizer)
 
     order = SampleOrder(len(source.train), config.data.batch, seed, source.weights)
     views = config.objective.view_weight > 0
     batches = Batches(read_text, pictures, config.augment, seed, ranks.device, dtype_of(config.parallel), views)
-    encoder = Encoder(model, read_text, ranks, size, dtype_of(config.parallel))
-    with (
-        Checkpoints(run.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout) as checkpoints,
-    ):
+    encoder = Encoder(model, read_text, ranks, heartbeat, size, dtype_of(config.parallel))
+    with Checkpoints(run.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout) as checkpoints:
         first, state = checkpoints.load(model, optimizer) or (0, {})
         skipped = Skipped(before=state.get("skipped"))
-        last = steps if config.run.stop_after is None else min(steps, config.run.stop_after)
+        last, figures = steps if config.run.stop_after is None else min(steps, config.run.stop_after), None
         shares = load_steps(
             source.train,
             lambda step: order.share(step, ranks.rank, ranks.size).tolist(),
@@ -75,6 +73,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
             workers=config.data.workers,
         )
         with RunLog(run, ranks, steps=steps, first_step=first, log_every=config.run.log_every) as log:
+            done = first
             log.say(f"{run.path}: {len(source.train):,} pairs, {steps:,} steps of {order.batch} on {ranks.size} ranks")
             if first:
                 log.say(f"continuing at step {first:,}")
@@ -84,6 +83,9 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                 batch = batches.make(pairs, step=step, epoch=order.epoch_of(step))
                 rate = set_learning_rate(optimizer, config.optimizer, step, steps)
                 with precision_of(config.parallel, ranks):
+                    if step == first > 0:  # DDP arranges its buckets, by which sums are rounded, in its first backward
+                        backward(model, learner, batch)
+                        optimizer.zero_grad()
                     losses = backward(model, learner, batch)
                 if config.optimizer.clip_norm is not None:
                     torch.nn.utils.clip_grad_norm_(learner.parameters(), config.optimizer.clip_norm)
@@ -92,24 +94,32 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                 heartbeat.beat(step + 1)
                 log.step(step, {**losses, "scale": learner.pairs.scale, "lr": rate}, samples=len(order.at(step)))
 
-                done = step + 1
+                done, figures = step + 1, None
                 stop = stopping.agreed() or done == last < steps
-                score = None
-                if config.run.evaluate_every and done % config.run.evaluate_every == 0 and done < steps:
+                if done == steps or is_due(done, config.run.evaluate_every):
                     figures = evaluate(encoder, source.tests)
-                    score = figures[next(iter(figures))]
                     log.evaluation(step, figures)
-                due = config.checkpoint.every and done % config.checkpoint.every == 0
-                if stop or due or done == steps:
+                if stop or done == steps or figures or is_due(done, config.checkpoint.every):
                     skipped.check(config.data.max_broken)
                     log.flush()
+                    score = figures[next(iter(figures))] if figures else None
                     checkpoints.save(done, model, optimizer, {"skipped": skipped.summary()}, score=score)
                 if stop:
-                    log.say(f"stopped after step {done:,} of {steps:,}; the same command goes on from there")
-                    return
-            figures = evaluate(encoder, source.tests)
-            log.evaluation(steps - 1, figures)
-        conclude(run, config, model, learner, source, figures, skipped, ranks)
+                    break
+            saved = checkpoints.wait()
+            if done < steps:
+                if not saved:
+                    raise SystemExit(f"stopped after step {done:,} of {steps:,}, which could not be saved")
+                log.say(f"stopped after step {done:,} of {steps:,}; the same command goes on from there")
+                return
+            if figures is None:  # an earlier start came as far as this
+                figures = evaluate(encoder, source.tests)
+                log.evaluation(steps - 1, figures)
+        conclude(run, config, learner, encoder, source, figures, skipped)
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 if __name__ == "__main__":

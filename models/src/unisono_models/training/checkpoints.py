@@ -109,21 +109,21 @@ class Checkpoints:
         self._stage(tensors)
         self._pending = (step, self._thread.submit(self._write, step, tensors, text, None if score is None else float(score)))
 
-    def wait(self) -> None:
-        """Until the save that is under way has ended, one way or the other. A failure is reported and added to `failures`.
+    def wait(self) -> bool:
+        """Until the save that is under way has ended. False if it failed, which is reported and added to `failures`, too.
 
         Raises: RuntimeError if another rank did not answer. That is no fault of the disk, and training cannot go on either.
         """
         if self._pending is None:
-            return
+            return True
         (step, result), self._pending = self._pending, None
         if failure := result.result():
             self.failures.append(f"step {step}: {failure}")
             if self._rank == 0:
-                good = next((path.name for path in commits.list_steps(self.directory) if commits.is_committed(path)), "none")
-                self._report(f"CHECKPOINT NOT SAVED, step {step}: {failure}. Training goes on; the newest checkpoint: {good}")
+                self._report(f"CHECKPOINT NOT SAVED, step {step}: {failure}; the newest checkpoint: {self._newest()}")
         while self._notes:
             self._report(self._notes.pop(0))
+        return not failure
 
     def load(self, model: nn.Module, optimizers: Optimizers, *, extra: Extra | None = None) -> tuple[int, Json] | None:
         """Load the newest good checkpoint; returns its step and `state`, or None if there is none.
@@ -181,7 +181,7 @@ class Checkpoints:
 
     def _write(self, step: int, tensors: dict[str, Tensor], text: bytes, score: float | None) -> str:
         """In the background: what went wrong, or nothing, the same on every rank."""
-        path = commits.step_directory(self.directory, step)
+        path, committed = commits.step_directory(self.directory, step), False
         try:
             with together("begin", group=self._group):
                 if self._rank == 0:
@@ -193,8 +193,9 @@ class Checkpoints:
                 if self._rank == 0:
                     files[_STATE] = write_file(path / _STATE, text)
                     commits.write_commit(path, Commit(step, self._size, score, files))
+                    committed = True  # whoever dies from now on
         except (Exception, CheckpointException) as error:
-            if self._rank == 0:
+            if self._rank == 0 and not committed:
                 with suppress(OSError):
                     commits.abandon(path)
             if self._size > 1 and not isinstance(error, RanksError | CheckpointException):  # not one that all agreed on
@@ -203,11 +204,19 @@ class Checkpoints:
                 ) from error
             return _explain(error)
         if self._rank == 0:
+            self._broken = [name for name in self._broken if name != path.name]  # it was written anew
             try:
                 commits.prune(self.directory, newest=path, keep=self._keep, best=self._best, broken=self._broken)
             except OSError as error:
                 self._notes.append(f"old checkpoints could not be removed: {error}")
         return ""
+
+    def _newest(self) -> str:
+        """Of those that are committed, for a message: on a disk that fails, this may fail, too."""
+        try:
+            return next((path.name for path in commits.list_steps(self.directory) if commits.is_committed(path)), "none")
+        except OSError as error:
+            return f"unknown ({error.strerror})"
 
     def _choose(self) -> tuple[int, Path, dict[str, Entry], Json, Json] | None:
         """The newest good one, as rank 0 lists them; its files are hashed by all ranks together."""

@@ -174,7 +174,9 @@ def _aside(path: Path) -> Path:
 
 def _remove(path: Path) -> None:
     """COMMIT first: a kill in between leaves an unfinished directory, never a damaged one that claims to be whole."""
-    if path.is_dir():
+    if path.is_symlink():
+        path.unlink()  # what it leads to is somebody else's
+    elif path.is_dir():
         (path / COMMIT).unlink(missing_ok=True)
         shutil.rmtree(path)
 

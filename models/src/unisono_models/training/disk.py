@@ -13,6 +13,7 @@ from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PIECE = 1 << 20
+PART = ".part"  # the ending of a file that is not whole yet
 
 
 @contextmanager
@@ -41,11 +42,11 @@ def write_file(path: Path, data: bytes) -> list[int | str]:
     return [len(data), hashlib.sha256(data).hexdigest()]
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: str | bytes) -> None:
     """`path` holds all of `data` or is as it was before, whenever the process or the machine dies."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(path.name + PART)
     part.unlink(missing_ok=True)
-    write_file(part, data)
+    write_file(part, data.encode() if isinstance(data, str) else data)
     with explained(path):
         part.rename(path)
         sync_directory(path.parent)

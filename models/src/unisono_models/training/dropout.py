@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
 from torch import Tensor, nn
 
 from unisono_models.training.randomness import draw, rows_of, stream_of
@@ -81,7 +82,7 @@ class SampleDropout(nn.Module):
         if not 0 <= rate < 1:
             raise ValueError(f"SampleDropout: rate: {rate} is not in [0, 1)")
         self.rate, self.stream, self.whole = rate, stream, whole
-        self.number = stream_of(stream)
+        self.register_buffer("number", torch.tensor(stream_of(stream)), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.rate == 0:
@@ -98,7 +99,7 @@ class SampleDropout(nn.Module):
                 f"SampleDropout {self.stream!r}: an input of {len(x)} rows for {len(rows)} samples: dim 0 is the batch"
             )
         shape = (1,) * (x.ndim - 1) if self.whole else x.shape[1:]
-        kept = draw(rows, self.number, shape) >= self.rate
+        kept = draw(rows, self.get_buffer("number"), shape) >= self.rate
         return x * (kept / (1 - self.rate)).to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -55,12 +55,12 @@ class Heartbeat:
         )
         self._parent = os.getppid() if dist.is_torchelastic_launched() else None
 
-    def beat(self, step: int) -> None:
-        """Say that this rank has come to `step`. Also worth a call in the midst of long work that is no step."""
-        self._step, self._progress = step, time.monotonic()
+    def beat(self, step: int | None = None) -> None:
+        """Say that this rank has come to `step`; None, in the midst of long work that is no step: that it goes on."""
+        self._step, self._progress = self._step if step is None else step, time.monotonic()
 
     def __enter__(self) -> Heartbeat:
-        self.beat(self._step)
+        self.beat()
         if self._roll is not None:
             self._say(self._roll, "runs")  # now, so that a rank that dies in the first second has a name
             arguments = (self._roll, self._roll.asked_for_stacks())

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from unisono_models.training.run_directory import replace_file
+from unisono_models.training.disk import replace_file
 from unisono_models.training.talk import Json
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,10 @@ def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Mo
     """
     blocks = list(repeated_blocks(model))
     if config.compile:
+        # Blocks of a class share the limit beyond which torch compiles no more. Each may need graphs of its own: for the
+        # forward, the one that is computed again, and evaluation, of one row or of more.
+        limits: Any = torch.compiler.config
+        limits.recompile_limit = max(limits.recompile_limit, 8 * len(blocks))
         for block in blocks:
             block.compile(dynamic=True)
     if config.checkpoint_activations:  # around what is compiled: inside, the compiler would have to know of `remembered`

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Any, TextIO
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO, TypeVar
+
+Item = TypeVar("Item")
 
 SECONDS = 10.0  # between plain lines at first; later ones are a fiftieth of the time so far apart
 PART = 0.05  # or this part of the run, if that is sooner
@@ -61,6 +64,28 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def watched(items: Sequence[Item], what: str, *, aloud: bool = True, stream: TextIO | None = None) -> Iterator[Item]:
+    """`items`, one after the other, while a bar or plain lines show how far it is. Nothing is shown unless `aloud`.
+
+    Example:
+        pixels = [render(drawing) for drawing in watched(drawings, "drawings")]
+    """
+    stream = sys.stderr if stream is None else stream
+    if not aloud or _has_room(stream):
+        from tqdm import tqdm
+
+        yield from tqdm(items, desc=what, file=stream, disable=not aloud, dynamic_ncols=True)
+        return
+    start = last = time.monotonic()
+    print(f"{what}: {len(items):,} to do", file=stream, flush=True)
+    for done, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - last >= SECONDS and done < len(items):
+            last, left = now, as_time((now - start) / done * (len(items) - done))
+            print(f"{what}: {done:,}/{len(items):,}, {left} left", file=stream, flush=True)
 
 
 def _has_room(stream: TextIO) -> bool:

@@ -39,7 +39,8 @@ def uniform(seed: int, stream: str, step: int, index: Tensor, shape: Sequence[in
         >>> bool((a[1] == b[0]).all())
         True
     """
-    return draw(rows_of(seed, stream, step, index), 0, shape)
+    rows = rows_of(seed, stream, step, index)
+    return draw(rows, rows.new_zeros(()), shape)
 
 
 def rows_of(seed: int, stream: str, step: int, index: Tensor) -> Tensor:
@@ -52,23 +53,26 @@ def stream_of(name: str) -> int:
     return _signed(key_of(0, name))
 
 
-def draw(rows: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
-    """Numbers in [0, 1), of shape (len(rows), *shape), for `rows_of` samples. `stream` tells draws from the same rows apart."""
+def draw(rows: Tensor, stream: Tensor, shape: Sequence[int]) -> Tensor:
+    """Numbers in [0, 1), of shape (len(rows), *shape), for `rows_of` samples. `stream` tells draws from the same rows apart.
+
+    A tensor of one `stream_of`: a number would be a constant to torch.compile, which then compiles for each one anew.
+    """
     numbers: Tensor = _numbers(rows, stream, math.prod(shape))
     return numbers.view(len(rows), *shape)
 
 
 # One operation to the compiler: inductor takes products of large constants and positions for indices, and they overflow.
 @torch.library.custom_op("unisono_models::numbers", mutates_args=())
-def _numbers(rows: Tensor, stream: int, count: int) -> Tensor:
+def _numbers(rows: Tensor, stream: Tensor, count: int) -> Tensor:
     cells = torch.arange(count, device=rows.device) * _signed(0x9E3779B97F4A7C15)
     bits = _mix((rows + stream)[:, None] + cells)
     return (bits & 0xFFFFFF).to(torch.float32) * 2**-24
 
 
 @_numbers.register_fake
-def _(rows: Tensor, stream: int, count: int) -> Tensor:
-    return rows.new_empty(len(rows), count, dtype=torch.float32)
+def _(rows: Tensor, stream: Tensor, count: int) -> Tensor:
+    return rows.new_empty(rows.shape[0], count, dtype=torch.float32)  # len() would make a constant of it
 
 
 def normal(seed: int, stream: str, step: int, index: Tensor, shape: Sequence[int] = ()) -> Tensor:

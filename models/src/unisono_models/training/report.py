@@ -11,10 +11,11 @@ from importlib import resources
 from pathlib import Path
 
 from unisono_models.training.config_json import read_json
+from unisono_models.training.disk import replace_file
 from unisono_models.training.html_parts import Row, data_link, number, pairs, picture, table
 from unisono_models.training.metrics_file import read_metrics
 from unisono_models.training.plots import draw_plots, readable, write_plots
-from unisono_models.training.run_directory import RunDirectory, read_config, read_provenance, replace_file
+from unisono_models.training.run_directory import RunDirectory, read_config, read_provenance
 from unisono_models.training.talk import Json, together
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a page of ours loads nothing and runs nothing

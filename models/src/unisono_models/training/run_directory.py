@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Protocol
 
 from unisono_models.training.config import RunConfig
 from unisono_models.training.config_json import config_to_json, read_json
+from unisono_models.training.disk import PART, replace_file
 from unisono_models.training.provenance import describe_start
 from unisono_models.training.run_lock import lock_run
 from unisono_models.training.talk import Json, hear, tell, together
@@ -132,16 +133,6 @@ def read_provenance(path: Path) -> Json:
     return found if isinstance(found, dict) and isinstance(found.get("starts"), list) else {"seed": None, "starts": []}
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write `content` as the whole of `path`, at once: whoever reads it, even after a kill, sees the old or the new."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
 def _take(given: Path | None, saved: Json) -> tuple[Path, bool, IO[str] | None]:
     """The directory, whether the run in it is continued, and the lock by which it is ours."""
     while True:
@@ -179,7 +170,7 @@ def _obstacle(path: Path, saved: Json) -> str:
     if not path.is_dir():
         return "is a file: choose another"
     if not (path / "config.json").exists():
-        others = sorted(name for name in os.listdir(path) if name != ".lock" and not name.endswith(".partial"))
+        others = sorted(name for name in os.listdir(path) if name != ".lock" and not name.endswith(PART))
         return f"is not empty and not a run (it holds {', '.join(others[:3])}): choose another" if others else ""
     if (path / "summary.json").exists():
         return "holds a finished run: choose another, or remove it to run again"

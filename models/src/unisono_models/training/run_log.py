@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from unisono_models.training.metrics_file import MetricsFile
 from unisono_models.training.progress import Progress
@@ -68,6 +69,7 @@ class RunLog:
         The values should be those of the global batch, and `samples` its size: only rank 0's are kept.
         """
         _check("RunLog.step", values)
+        values = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in values.items()}  # all ranks take part
         if self._file is None:
             return
         # a copy: what is given may be a parameter, or memory that the next step writes to

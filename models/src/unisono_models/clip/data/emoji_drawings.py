@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import sys
 import tempfile
 from functools import cache as once
 from functools import lru_cache
@@ -19,9 +18,9 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from unisono_models.clip.data.emoji_concepts import Drawing, folder_of, list_emoji
+from unisono_models.training.progress import watched
 
 _LAYOUT = 1  # of the file; a new one makes old files go unused
 
@@ -42,9 +41,7 @@ def prepare(size: int, *, cache: Path | None = None) -> Path:
     if not _is_good(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         drawings = list_emoji()[1]
-        pause = 0.2 if sys.stderr.isatty() else 5.0
-        bar = tqdm(drawings, desc=f"emoji at {size} px", unit=" drawings", mininterval=pause)
-        pixels = np.stack([render(drawing, size) for drawing in bar])
+        pixels = np.stack([render(drawing, size) for drawing in watched(drawings, f"drawings at {size} pixels")])
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
         os.close(handle)
         try:

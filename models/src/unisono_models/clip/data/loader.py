@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from unisono_models.clip.data.pairs import PairBatch, Pairs
+from unisono_models.clip.data.splits import SomePairs
 
 
 def load_steps(
@@ -35,7 +36,8 @@ def load_steps(
     Workers are started by a fork server, not by a fork of this process: a copy of it would hold the connections to the other
     ranks (if this rank is then killed, its peers see no end of them and wait for their timeout), and the locks of threads
     that it does not have. So `pairs` is pickled to them, and a script that calls this needs its `if __name__ == "__main__"`.
-    They end with the iterator, and at once if this process is killed.
+    Of SomePairs the whole is: its `rows`, eight bytes for every pair that there is, stay here. Workers end with the iterator,
+    and at once if this process is killed.
 
     Raises: RuntimeError that names the step when a worker dies; what `pairs.read` raises, with its traceback.
 
@@ -46,7 +48,9 @@ def load_steps(
     if workers < 0 or ahead < 1 or first < 0:
         raise ValueError(f"load_steps: first={first}, workers={workers}, ahead={ahead}: expected at least 0, 0 and 1")
     steps = range(first, last)
-    chosen = (np.asarray(indices_of(step), dtype=np.int64).tolist() for step in steps)
+    chosen: Iterator[list[int]] = (np.asarray(indices_of(step), dtype=np.int64).tolist() for step in steps)
+    while isinstance(pairs, SomePairs):
+        chosen, pairs = map(pairs.places, chosen), pairs.whole
     if workers == 0 or not steps:
         return (pairs.read(indices, size) for indices in chosen)
     return _read_ahead(pairs, chosen, size, steps, min(workers, len(steps)), ahead)

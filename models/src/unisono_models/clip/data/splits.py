@@ -34,15 +34,16 @@ class SomePairs:
         return len(self.rows)
 
     def read(self, indices: Sequence[int], size: int) -> PairBatch:
-        return self.whole.read(self._places(indices), size)
+        return self.whole.read(self.places(indices), size)
 
     def captions(self, indices: Sequence[int]) -> list[str]:
-        return self.whole.captions(self._places(indices))
+        return self.whole.captions(self.places(indices))
 
     def concepts(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        return self.whole.concepts(self._places(indices))
+        return self.whole.concepts(self.places(indices))
 
-    def _places(self, indices: Sequence[int]) -> list[int]:
+    def places(self, indices: Sequence[int]) -> list[int]:
+        """Where in the whole the rows at `indices` are."""
         return [int(row) for row in self.rows[check_indices(indices, len(self))]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from io import FileIO
@@ -159,8 +160,12 @@ def open_tars(
         with together("open_tars: indexing"):
             mine = [index_cached(path, fields, folder) for path in paths[first:last]]
         gathered = _gather(mine, [path.name for path in paths[first:last]])
+        places = hear([socket.gethostname(), str(kept)])
+        with together("open_tars: keeping the index"):
+            if places.index(places[ranks.rank]) == ranks.rank:  # the first of its host
+                save_index(kept, *gathered)
         # Mapped from the file if it could be written, so that the ranks of a host have it in memory once.
-        found = load_index(kept) if save_index(kept, *gathered) else None
+        found = load_index(kept)
     mapped = kept if found is not None else None
     rows, starts, notes = found if found is not None else gathered
     if not len(rows):

@@ -119,7 +119,13 @@ def exchange(
         refuse(function, problem or complaint(x, dim), ranks)
         asked: list[list[int]] = _op(x, dim, extra, same, ragged, function, *ranks).tolist()
         return asked
+    return _exchange(function, x, dim, ranks, extra, same, ragged, problem)
 
+
+def _exchange(
+    function: str, x: Tensor, dim: int, ranks: Ranks, extra: Sequence[int], same: str, ragged: bool, problem: str = ""
+) -> list[list[int]]:
+    """In eager mode, whatever is_compiling() says: that flag is also true while another thread compiles."""
     problem = problem or complaint(x, dim)
     dim = dim if problem else dim % max(x.ndim, 1)
     shape = () if problem else (*x.shape[:dim], -1 if ragged else x.shape[dim], *x.shape[dim + 1 :]) if x.ndim else ()
@@ -159,7 +165,7 @@ def _op(
     x: Tensor, dim: int, extra: Sequence[int], same: str, ragged: bool, function: str, group: str, rank: int, size: int
 ) -> Tensor:
     ranks = Ranks(group, rank, size)
-    return torch.tensor(exchange(function, x, dim, ranks, extra=extra, same=same, ragged=ragged), device="cpu")
+    return torch.tensor(_exchange(function, x, dim, ranks, extra, same, ragged), device="cpu")
 
 
 @_op.register_fake

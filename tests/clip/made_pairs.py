@@ -1,0 +1,50 @@
+"""Pairs without files: pictures of noise with captions of a few words, the same whoever reads them."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tests.clip.small_clip import CAPTIONS
+from unisono_models.clip.data.pairs import PairBatch, Skip
+
+WORDS = sorted({word for text in CAPTIONS for word in text.split()})
+
+
+@dataclass(frozen=True)
+class MadePairs:
+    """`count` rows of as many pictures; of fewer `drawings`, they come again with other captions. Rows in `broken` are skipped.
+
+    `failing`: rows that cannot be read at all.
+    """
+
+    count: int
+    seed: int = 0
+    drawings: int = 1000
+    broken: tuple[int, ...] = ()
+    failing: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __len__(self):
+        return self.count
+
+    def read(self, indices, size):
+        if any(row in self.failing for row in indices):
+            raise OSError("the disk is gone")
+        kept = [row for row in indices if row not in self.broken]
+        images = torch.zeros(len(kept), 3, size, size, dtype=torch.uint8)
+        for place, row in enumerate(kept):
+            images[place].random_(256, generator=torch.Generator().manual_seed(1000 * self.seed + row % self.drawings))
+        skipped = tuple(Skip(row, str(row), "broken image") for row in indices if row in self.broken)
+        index = torch.tensor([row % self.drawings for row in kept], dtype=torch.int64)
+        return PairBatch(images, self.captions(kept), torch.from_numpy(self.concepts(kept)), index, skipped)
+
+    def captions(self, indices):
+        """All different, of one to six words."""
+        ends = [(WORDS[row % 12], WORDS[row // 12 % 12], WORDS[row // 144]) for row in indices]
+        return [" ".join([*random.Random(row).choices(WORDS, k=row % 4), *end]) for row, end in zip(indices, ends, strict=True)]
+
+    def concepts(self, indices):
+        """Some share one."""
+        return np.array([row % 1000 // 2 if row % 5 < 2 else row + 5000 for row in indices], dtype=np.int64)

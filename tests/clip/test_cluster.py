@@ -1,0 +1,155 @@
+"""The recipes that are too large for any test: their numbers of parameters, and one rank of many without data.
+
+Fake tensors have a device and a shape but no data: mixing devices, or reading a value from the GPU, raises.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.contrastive.test_scale import LiveBytes, first_blocks, on_fake_cuda
+from unisono.collectives import count_bytes
+from unisono.contrastive.blocks import Circling
+from unisono_models.clip.batches import Batches
+from unisono_models.clip.config import Config
+from unisono_models.clip.data.pairs import PairBatch
+from unisono_models.clip.model import Clip
+from unisono_models.clip.objective import Learner
+from unisono_models.clip.recipes import RECIPES
+from unisono_models.clip.text import CaptionTokenizer
+from unisono_models.training.parallel import dtype_of, parallelize, precision_of, repeated_blocks
+from unisono_models.training.ranks import Ranks
+
+NAMES = ["vitb16_datacomp", "vitl14_datacomp"]
+RANK, ROWS, HOST = 17, 128, 8  # this rank; pairs on each; ranks of a host
+
+
+@cache
+def built(name: str) -> Learner:
+    """The learner of a recipe on the meta device. Not to be changed."""
+    config = RECIPES[name]
+    words = {f"w{number}": number for number in range(config.model.text.vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    with torch.device("meta"):
+        return Learner(Clip(config.model, CaptionTokenizer(tokenizer, tokens=config.model.text.tokens)), config.objective)
+
+
+def parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@contextmanager
+def one_of(world: int, device: str = "cuda") -> Iterator[Ranks]:
+    """This process as one rank of `world`, with collectives that do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=world)
+    try:
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(HOST)):
+            yield Ranks(RANK, world, RANK % HOST, torch.device(device))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Fake tensors; with answers to what torch asks a GPU itself, and the first 32 steps of rings, which are all alike."""
+    with (
+        mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+        mock.patch("torch.cuda.is_bf16_supported", return_value=True),
+        mock.patch.object(Circling, "__iter__", first_blocks),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        yield
+
+
+def make_batch(config: Config, learner: Learner, device: torch.device) -> dict:
+    """A rank's batch of a step, from what the readers give to what the learner takes."""
+    size, numbers = config.model.image.size, torch.arange(ROWS)
+    pairs = PairBatch(torch.zeros(ROWS, 3, size, size, dtype=torch.uint8), ["w1 w2 w3"] * ROWS, numbers, numbers)
+    batches = Batches(learner.clip.tokenizer, None, config.augment, 0, device, dtype_of(config.parallel), False)
+    return batches.make(pairs, step=3, epoch=0)
+
+
+@pytest.mark.parametrize(("name", "image", "layers"), [(NAMES[0], 85.8e6, 12), (NAMES[1], 303.2e6, 24)])
+def test_towers_have_their_numbers_of_parameters(name, image, layers):
+    config, learner = RECIPES[name], built(name)
+    assert {parameter.device.type for parameter in learner.parameters()} == {"meta"}
+    assert parameters(learner.clip.image.trunk) == pytest.approx(image, rel=0.01)
+    assert len(list(repeated_blocks(learner.clip.image))) == layers
+    text, width = learner.clip.text.trunk.config, learner.clip.text.features
+    embeddings = (config.model.text.vocabulary + text.max_position_embeddings) * width
+    blocks = text.num_hidden_layers * (4 * width**2 + 2 * width * text.intermediate_size)
+    assert parameters(learner.clip.text.trunk) == pytest.approx(embeddings + blocks, rel=0.01)
+    heads = (learner.clip.image.features + width) * config.model.width
+    trunks = parameters(learner.clip.image.trunk) + parameters(learner.clip.text.trunk)
+    assert parameters(learner) == pytest.approx(trunks + heads, rel=0.001)
+
+
+@on_fake_cuda
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_forward_waits_for_no_device(name):
+    config, learner = RECIPES[name], deepcopy(built(name)).train()
+    with one_of(config.data.batch // ROWS) as ranks, without_data():
+        learner.to_empty(device="cuda")
+        with precision_of(config.parallel, ranks):
+            batch = make_batch(config, learner, ranks.device)
+            features = [learner(batch, part) for part in learner.parts]
+            rounded = learner.clip.image(batch["images"])
+            losses = learner(batch)
+    assert {value.device.type for value in batch.values() if isinstance(value, torch.Tensor)} == {"cuda"}
+    assert rounded.dtype == torch.bfloat16 and [x.dtype for x in features] == [torch.float32] * 2
+    assert all(x.shape == (ROWS, config.model.width) for x in features)
+    assert all(loss.device.type == "cuda" and loss.shape == () and loss.dtype == torch.float32 for loss in losses.values())
+
+
+def bytes_of_the_loss(name: str, world: int) -> int:
+    """The most bytes alive at once, of one rank of `world` with as many pairs each."""
+    loss, width = deepcopy(built(name).pairs), RECIPES[name].model.width
+    with one_of(world), without_data():
+        loss.to_empty(device="cuda")
+        images, text = (torch.empty(ROWS, width, device="cuda", requires_grad=True) for _ in "xy")
+        concepts = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
+        with LiveBytes() as live:
+            loss(images, text, ids=concepts)
+    return live.most
+
+
+@on_fake_cuda
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_of_the_loss_does_not_grow_with_the_number_of_ranks(name):
+    few, many = (bytes_of_the_loss(name, world) for world in (256, 4096))
+    all_features = 4096 * ROWS * RECIPES[name].model.width * 4
+    assert many <= few < all_features / 100, f"{few / 2**20:.1f} MiB of one of 256 ranks, {many / 2**20:.1f} MiB of one of 4096"
+
+
+def test_sharded_model_trains_in_the_memory_of_one_device():
+    """ViT-L/14 on 128 ranks, parameters shared by the ranks of a host. Fake CPU tensors: FSDP2 asks for streams of a GPU."""
+    name = "vitl14_datacomp"
+    config, learner = RECIPES[name], deepcopy(built(name)).train()
+    blocks, total = len(list(repeated_blocks(learner))), parameters(learner)
+    with one_of(config.data.batch // ROWS, "cpu") as ranks:
+        model = parallelize(learner, replace(config.parallel, compile=False), ranks)
+        mesh = next(model.parameters()).device_mesh
+        assert mesh.shape == (ranks.size // HOST, HOST) and mesh.mesh_dim_names == ("replicate", "shard")
+        assert sum(parameter.to_local().numel() for parameter in model.parameters()) == pytest.approx(total / HOST, rel=0.01)
+        with without_data():
+            model.to_empty(device="cpu")
+            batch = make_batch(config, learner, ranks.device)
+            with count_bytes() as traffic, LiveBytes() as live, precision_of(config.parallel, ranks):
+                features = [model(batch, part) for part in learner.parts]
+                torch.autograd.backward(features, [torch.ones_like(x) for x in features])
+    assert {name for name, parameter in learner.named_parameters() if parameter.grad is None} == {"pairs.log_scale"}
+    assert traffic.by_op["all_gather"].calls == 2 * blocks + 1
+    assert live.most < 16 * 2**30, f"{live.most / 2**30:.1f} GiB, where 32 are what all activations take"
