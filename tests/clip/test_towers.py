@@ -180,7 +180,7 @@ def test_package_weights_of_the_image_tower_know_things():
             x, y = (tower.encode(pairs.read(rows, 64).images / 255) for pairs in (test.queries, test.pairs))
         x, y = (F.normalize(each - torch.cat([x, y]).mean(0), dim=1) for each in (x, y))
         right[pretrained] = ((x @ y.T).argmax(1) == torch.arange(len(rows))).float().mean().item()
-    assert right[LITE0] > 0.6 > right[""] + 0.2
+    assert right[LITE0] > right[""] + 0.2, right
 
 
 def test_package_weights_must_be_of_the_same_model():
