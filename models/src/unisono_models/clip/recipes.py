@@ -35,9 +35,9 @@ DRAWINGS = AugmentConfig(
 def emoji() -> Config:
     """Emoji by their names: heads on what EfficientNet-Lite0 and MiniLM know, whose weights come with packages."""
     return Config(
-        run=RunConfig(steps=500),
+        run=RunConfig(steps=400),
         model=ClipConfig(replace(LITE0, maps=(2, 3, 4), dropout=0.3, frozen=True, views=3), MINILM, width=256),
-        data=DataConfig(batch=512),
+        data=DataConfig(batch=1024),
         augment=DRAWINGS,
         optimizer=OptimizerConfig(lr=1.5e-3),
         checkpoint=CheckpointConfig(every=200),
