@@ -9,10 +9,17 @@ import torch
 from unisono_models.clip.model import Clip
 from unisono_models.clip.train import main
 
+FEW_PIXELS = ["--model.image.size", "32", "--model.image.views", "2", "--data.batch", "64", "--run.steps", "6"]
 
-def train(directory, *args):
+
+def train(directory, *args, recipe="tiny"):
     torch.manual_seed(hash(str(directory)) % 2**31)  # the state of the generator must not matter
-    main(["tiny", "--run.dir", str(directory), *args])
+    main([recipe, "--run.dir", str(directory), *args])
+
+
+def train_default(directory, *args):
+    """The default recipe, whose features are computed once, before training, with few pixels and steps."""
+    train(directory, *FEW_PIXELS, *args, recipe="emoji")
 
 
 def losses(directory):
@@ -88,3 +95,14 @@ def test_run_goes_on_with_other_numbers_of_ranks(ranks, on_two, tmp_path):
     ranks(train, tmp_path / "run", "--run.stop-after", "8", world_size=1, timeout=120)
     ranks(train, tmp_path / "run", world_size=2, timeout=120)
     assert furthest(losses(tmp_path / "run"), losses(on_two)) < 1e-5
+
+
+def test_default_recipe_goes_on_with_the_same_bits_and_gives_the_same_numbers_on_other_ranks(ranks, tmp_path):
+    for name, world in (("one", 1), ("two", 2)):
+        ranks(train_default, tmp_path / name, world_size=world, timeout=180)
+    assert furthest(losses(tmp_path / "one"), losses(tmp_path / "two")) < 1e-6
+    ranks(train_default, tmp_path / "again", "--run.stop-after", "2", world_size=2, timeout=180)
+    ranks(train_default, tmp_path / "again", world_size=2, timeout=180)
+    assert losses(tmp_path / "again") == losses(tmp_path / "two")
+    one, two = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
+    assert one.keys() == two.keys() and all(abs(one[name] - two[name]) <= 0.01 * abs(two[name]) + 0.01 for name in one)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,7 +88,7 @@ def _whole(learner: Learner, weights: Mapping[str, Any]) -> Clip:
     clip = Clip(learner.clip.portable_config(), learner.clip.tokenizer)
     own = {name.removeprefix("clip."): value for name, value in weights.items() if name.startswith("clip.")}
     clip.load_state_dict(own)
-    clip.scale = float(weights["pairs.log_scale"].exp())
+    clip.scale = min(float(weights["pairs.log_scale"].exp()), learner.pairs.max_scale or math.inf)
     if "pairs.bias" in weights:
         clip.bias = float(weights["pairs.bias"])
     return clip.eval()
@@ -113,8 +116,10 @@ def _show(rows: Sequence[Mapping[str, Any]], run: RunDirectory) -> None:
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else cell for cell in cells))
     console = Console(width=None if Console().is_terminal else 110)
     console.print(table)
-    console.print(
-        f'Report:  {run.path / "report.html"}\nSearch:  python -m unisono_models.clip.search {run.path} "red heart"',
-        soft_wrap=True,
-    )
-    console.print(f"Type and see:  python -m unisono_models.clip.serve {run.path}", soft_wrap=True)
+    python = "python" if shutil.which("python") == sys.executable else sys.executable  # of a checkout: not on the path
+    for what, command in (
+        ("Report", str(run.path / "report.html")),
+        ("Search", f'{python} -m unisono_models.clip.search {run.path} "red heart"'),
+        ("Type and see", f"{python} -m unisono_models.clip.serve {run.path}"),
+    ):
+        console.print(f"{what}:  {command}", soft_wrap=True, highlight=False)
