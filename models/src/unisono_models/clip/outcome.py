@@ -23,7 +23,7 @@ from unisono_models.training.report import Picture, write_report
 from unisono_models.training.run_directory import RunDirectory
 from unisono_models.training.talk import together
 
-QUERIES = ("red heart", "happy dog", "something to eat", "bad weather", "I am so tired", "space travel", "let's party")
+QUERIES = ("red heart", "happy dog", "fruit", "rain and thunder", "I am so tired", "fish in the sea", "let's party")
 FIGURES = ("recall@1", "recall@5", "recall@10", "median_rank")
 
 
