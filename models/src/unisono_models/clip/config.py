@@ -73,7 +73,8 @@ class TextConfig:
     dropout: float = 0.0
     """Of the features that the head sees."""
     frozen: bool = False
-    """Train the head only. The features of all captions are then computed once, before training."""
+    """Train the head only. The features of all captions are then computed once, before training, and standardized; of more
+    than 200,000 captions each step computes its own, as they are."""
 
 
 @dataclass(frozen=True)
