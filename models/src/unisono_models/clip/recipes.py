@@ -49,11 +49,11 @@ def emoji_scratch() -> Config:
     """As emoji, with nothing pretrained: a small ConvNeXt, and a two-layer BERT with a tokenizer trained on the captions."""
     return replace(
         emoji(),
-        run=RunConfig(steps=1200),
+        run=RunConfig(steps=700),
         model=ClipConfig(FAST, TextConfig(config=BERT, tokens=24), width=256),
         data=DataConfig(batch=512, toned=0.3),
         optimizer=OptimizerConfig(lr=3e-3),
-        checkpoint=CheckpointConfig(every=400),
+        checkpoint=CheckpointConfig(every=250),
     )
 
 
