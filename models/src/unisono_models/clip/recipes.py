@@ -63,11 +63,11 @@ def emoji_pretrained() -> Config:
     config = emoji()
     return replace(
         config,
-        run=RunConfig(steps=150),
+        run=RunConfig(steps=300),
         model=replace(config.model, image=replace(LITE0, size=64)),
         data=DataConfig(batch=256),
         optimizer=OptimizerConfig(lr=1e-3, layer_decay=0.8),
-        checkpoint=CheckpointConfig(every=50),
+        checkpoint=CheckpointConfig(every=100),
     )
 
 
