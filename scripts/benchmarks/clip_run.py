@@ -48,7 +48,7 @@ def main(
     Both towers, the loss over the global batch, backward, the exchange of gradients, and the optimizer: on two gloo ranks
     of this machine, one thread each, float32. First a fresh pair of processes for each contender checks its first loss and
     gradients and finds its peak memory; then all take turns in every round. Prints all figures and the aims, and writes
-    <date>-clip.md and .png. About 11 minutes on two cores and up to 9 GB: leave the machine alone.
+    <date>-clip.md and .png. About 8 minutes on two cores and up to 9 GB: leave the machine alone.
 
     Args:
         sizes: Global batches.
