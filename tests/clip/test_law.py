@@ -12,7 +12,7 @@ from unisono_models.training.config import ParallelConfig
 from unisono_models.training.parallel import parallelize
 from unisono_models.training.ranks import Ranks
 
-SPLITS = {1: (7,), 2: (5, 2), 3: (3, 0, 4)}
+SPLITS = {1: (7,), 2: (5, 2), 3: (3, 0, 4), 4: (2, 0, 4, 1)}
 OBJECTIVES = {
     "clip": ObjectiveConfig(),
     "sigmoid": ObjectiveConfig(loss="sigmoid", same_concept="masked"),
@@ -79,7 +79,7 @@ def alone():
     return get
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_learner_matches_one_process(ranks, alone, objective, world):
     ranks(trains_alike, objective, "ddp", {}, alone(objective, {}), world_size=world)
