@@ -1,0 +1,27 @@
+"""Embedding tables spread over ranks, with the results and gradients of one process that has them whole."""
+
+from unisono.embedding.collection import EmbeddingCollection
+from unisono.embedding.layouts import Layout
+from unisono.embedding.messages import IdOutOfRange
+from unisono.embedding.modules import ShardedEmbedding, ShardedEmbeddingBag
+from unisono.embedding.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad
+from unisono.embedding.planner import Plan, plan_tables
+from unisono.embedding.ragged import Ragged
+from unisono.embedding.tables import Table
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "EmbeddingCollection",
+    "FusedOptimizer",
+    "IdOutOfRange",
+    "Layout",
+    "Plan",
+    "Ragged",
+    "RowwiseAdagrad",
+    "ShardedEmbedding",
+    "ShardedEmbeddingBag",
+    "Table",
+    "plan_tables",
+]

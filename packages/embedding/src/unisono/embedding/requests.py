@@ -1,0 +1,111 @@
+"""The asking rank's side of a step, before anything travels: which rows it needs, each once, and of whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.embedding.families import Address, Family
+from unisono.embedding.grouping import Groups, group
+from unisono.embedding.ragged import Ragged
+from unisono.embedding.tables import Table
+
+
+class Asking(NamedTuple):
+    """One feature's ids, ready to be looked up."""
+
+    feature: str
+    table: int
+    ids: Tensor
+    lengths: Tensor  # of the bags; without pooling, not used
+    weights: Tensor | None
+    keep: Tensor | None  # which ids are pooled; None: all
+
+
+@dataclass
+class Request:
+    """What this rank asks of one family."""
+
+    family: Family
+    rows: list[Asking]  # features that are answered by rows, each once, and pooled here
+    bags: list[list[Asking]]  # for each stack, features that are answered by the sums of their bags
+    groups: Groups  # of the keys of all ids of `rows`
+    cuts: list[int]  # unique keys of stack i: from cuts[i] to cuts[i + 1]
+
+    def answers(self, stack: int) -> int:
+        """How many rows and sums come back from a stack."""
+        return self.cuts[stack + 1] - self.cuts[stack] + sum(asking.lengths.numel() for asking in self.bags[stack])
+
+    def counts(self, stack: int) -> tuple[int, int, int]:
+        """Rows, ids in bags, and bags asked of a stack."""
+        bags = self.bags[stack]
+        ids, lengths = sum(a.ids.numel() for a in bags), sum(a.lengths.numel() for a in bags)
+        return self.cuts[stack + 1] - self.cuts[stack], ids, lengths
+
+    @property
+    def weighted(self) -> bool:
+        return any(asking.weights is not None for stack in self.bags for asking in stack)
+
+
+def make_request(family: Family, askings: Sequence[tuple[Asking, bool]], addresses: Sequence[Address]) -> Request:
+    """`askings`: each with whether it may be answered by bags."""
+    rows = [asking for asking, by_bags in askings if not by_bags]
+    bags: list[list[Asking]] = [[] for _ in family.stacks]
+    for asking, by_bags in askings:
+        if by_bags:
+            bags[family.starts[asking.table][0][0]].append(asking)
+    bases = family.bases()
+    dtype = torch.int32 if bases[-1] < 2**31 else torch.int64
+    keys = [addresses[asking.table].keys(asking.ids, dtype) for asking in rows]
+    groups = group(torch.cat(keys) if keys else torch.empty(0, dtype=dtype, device="cpu"))
+    if len(bases) == 2:
+        cuts = [0, groups.unique.numel()]
+    else:
+        edges = torch.tensor(bases, dtype=dtype, device=groups.unique.device)
+        cuts = torch.searchsorted(groups.unique, edges).tolist()
+    return Request(family, rows, bags, groups, cuts)
+
+
+def prepare(feature: str, number: int, table: Table, ragged: Ragged) -> Asking:
+    """Padding taken out of the bags. A row that is only renormalised because it was looked up is still asked for."""
+    ids, lengths, weights = ragged.values, ragged.lengths(), ragged.weights
+    if table.padding_idx is None or table.mode is None:
+        return Asking(feature, number, ids, lengths, weights, None)
+    keep = ids != table.padding_idx
+    if bool(keep.all()):
+        return Asking(feature, number, ids, lengths, weights, None)
+    kept = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
+    lengths = kept.index_select(0, ragged.offsets).diff()
+    weights = None if weights is None else weights[keep]
+    if table.max_norm is not None:
+        return Asking(feature, number, ids, lengths, weights, keep)
+    return Asking(feature, number, ids[keep], lengths, weights, None)
+
+
+def complain_about_numbers(inputs: Sequence[tuple[str, Table, Ragged]]) -> str:
+    """What is wrong with ids and offsets, or nothing: one look at the numbers of all features."""
+    if not inputs:
+        return ""
+    found = []
+    for _, _, (ids, offsets, _) in inputs:
+        low, high = ids.aminmax() if ids.numel() else (ids.new_zeros(()), ids.new_full((), -1))
+        least = offsets.diff().amin() if offsets.numel() > 1 else offsets.new_zeros(())
+        found.append(torch.stack([x.to(torch.int64) for x in (low, high, offsets[0], offsets[-1], least)]))
+    for (feature, table, (ids, _, _)), (low, high, first, last, least) in zip(inputs, torch.stack(found).tolist(), strict=True):
+        if first != 0 or last != ids.numel() or least < 0:
+            return (
+                f"feature {feature!r}: offsets must rise from 0 to the number of ids, {ids.numel()}; "
+                f"they go from {first} to {last}{' and fall between' if least < 0 else ''}"
+            )
+        if low < 0 or high >= table.rows:
+            bad = low if low < 0 else high
+            where = int((ids == bad).nonzero()[0])
+            return (
+                f"id {bad} at position {where} of feature {feature!r} is out of range: "
+                f"table {table.name!r} has {table.rows} rows, 0 to {table.rows - 1}"
+            )
+    return ""

@@ -1,0 +1,95 @@
+"""What a table is, before it lies anywhere; and its first weights, which do not depend on where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unisono.embedding.layouts import Box
+
+Mode = Literal["sum", "mean", "max"]
+Initialize = Callable[[Tensor, torch.Generator], object]
+MODES = ("sum", "mean", "max", None)
+_BLOCK = 4096  # rows that are drawn at a time: what a rank draws does not depend on the other ranks
+
+
+def draw_normal(rows: Tensor, draw: torch.Generator) -> None:
+    """As torch.nn.Embedding does."""
+    rows.normal_(generator=draw)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of a collection, and the features that look into it.
+
+    Args:
+        name: A key of state_dict; no dots.
+        rows: How many ids there are: 0 to rows - 1.
+        dim: Width of a row.
+        features: Names of the inputs that look into this table; by default one, of the table's own name.
+        mode: How the rows of a bag become one: "sum", "mean" or "max"; None: they do not, each id gives its row.
+        padding_idx, max_norm, norm_type, scale_grad_by_freq: As in torch.nn.EmbeddingBag.
+        initialize: Fills rows in place, given a generator: `lambda rows, draw: rows.uniform_(-1, 1, generator=draw)`.
+        ids_per_bag: What the planner expects where it is given no sample.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    features: Sequence[str] = ()
+    mode: Mode | None = "sum"
+    padding_idx: int | None = None
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
+    initialize: Initialize = field(default=draw_normal, repr=False)
+    ids_per_bag: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "features", tuple(self.features) or (self.name,))
+        if problem := self._complaint():
+            raise ValueError(f"Table {self.name!r}: {problem}")
+        if self.padding_idx is not None and self.padding_idx < 0:
+            object.__setattr__(self, "padding_idx", self.rows + self.padding_idx)
+
+    def _complaint(self) -> str:
+        if not self.name or "." in self.name:
+            return "the name must not be empty or have a dot, since it is part of a key of state_dict"
+        if self.rows < 0 or self.dim < 0:
+            return f"rows={self.rows} and dim={self.dim} must not be negative"
+        if self.mode not in MODES:
+            return f"mode={self.mode!r} is not one of {', '.join(map(repr, MODES))}"
+        if self.padding_idx is not None and not -self.rows <= self.padding_idx < self.rows:
+            return f"padding_idx={self.padding_idx} must be within the {self.rows} rows"
+        if self.mode == "max" and self.scale_grad_by_freq:
+            return "scale_grad_by_freq does not go with mode='max', as in torch.nn.EmbeddingBag"
+        if len(set(self.features)) < len(self.features):
+            return f"features={self.features} has a name twice"
+        return ""
+
+
+def draw_weights(table: Table, box: Box, out: Tensor, *, seed: int) -> None:
+    """Fill `out` with the part `box` of the table's first weights: the same numbers whatever the layout."""
+    block = torch.empty((min(_BLOCK, table.rows), table.dim), dtype=out.dtype, device=out.device)
+    for start in range(box.row // _BLOCK * _BLOCK, box.row_end, _BLOCK):
+        end = min(start + _BLOCK, table.rows)
+        draw = torch.Generator(out.device).manual_seed(mix(seed, start // _BLOCK))
+        rows = block[: end - start]
+        table.initialize(rows, draw)
+        if table.padding_idx is not None and start <= table.padding_idx < end:
+            rows[table.padding_idx - start] = 0
+        first, last = max(start, box.row), min(end, box.row_end)
+        out[first - box.row : last - box.row] = rows[first - start : last - start, box.column : box.column_end]
+
+
+def mix(seed: int, number: int) -> int:
+    """A seed from two: splitmix64's last steps, so that neighbours have nothing in common."""
+    mask = 2**64 - 1
+    x = (seed + number * 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return (x ^ (x >> 31)) >> 1

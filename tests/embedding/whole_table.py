@@ -1,0 +1,119 @@
+"""One process with the whole table and the whole batch: what all layouts and splits are compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unisono.embedding import Layout, ShardedEmbedding, ShardedEmbeddingBag
+
+ROWS, DIM = 11, 5
+
+
+def layouts(world_size: int) -> dict[str, Layout]:
+    """Every kind, in and out of order, on all ranks and on some."""
+    everyone = list(range(world_size))
+    found = {
+        "row": Layout.row(),
+        "row, turned": Layout.row(everyone[::-1]),
+        "column": Layout.column(),
+        "column of rows": Layout.column(everyone[1:] + everyone[:1], answers="rows"),
+        "table": Layout.table(world_size - 1),
+        "table of rows": Layout.table(world_size // 2, answers="rows"),
+        "replicated": Layout.replicated(),
+        "grid": Layout.grid(),
+    }
+    if world_size > 2:
+        found["row on some"] = Layout.row([2, 0])
+        found["column on some"] = Layout.column([2, 1])
+    if world_size == 4:
+        found["grid, turned"] = Layout.grid([[3, 1], [0, 2]])
+    return found
+
+
+def local_gradient(module: ShardedEmbedding | ShardedEmbeddingBag) -> Tensor | None:
+    """The whole table's gradient, put together from the shards."""
+    grad = module.weight.grad
+    if grad is None:
+        shard = torch.zeros_like(module.local)
+    else:
+        shard = grad.to_local() if hasattr(grad, "to_local") else grad
+        shard = shard.to_dense() if shard.is_sparse else shard
+        shard = shard.reshape(module.box.shape)
+    return module._gather(shard)
+
+
+def draw_case(case: dict[str, Any], rank: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A rank's input, offsets and weights: uneven, on some ranks empty, with empty bags, some with more bags than ids."""
+    draw = torch.Generator().manual_seed(100 + rank)
+    lengths = case["lengths"][rank % len(case["lengths"])]
+    n = sum(lengths)
+    ids = torch.randint(ROWS, (n,), generator=draw, dtype=case.get("int", torch.int64))
+    offsets = torch.tensor([0, *lengths]).cumsum(0)[:-1].to(ids.dtype)
+    weights = torch.randn(n, generator=draw, dtype=torch.float64) if case.get("weights") else None
+    return ids, offsets, weights
+
+
+LENGTHS = [[3, 0, 2, 1], [], [0, 0, 0, 4], [5, 1]]
+
+
+def run_bag(case: dict[str, Any], layout: str) -> None:
+    """One step on this rank against the whole batch in one process."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    case = {"lengths": LENGTHS, "mode": "sum", **case}
+    options = case.get("options", {})
+    torch.manual_seed(0)
+    dense = nn.EmbeddingBag(ROWS, DIM, mode=case["mode"], dtype=torch.float64, **options)
+    reduce = case.get("grad_reduce", "sum")
+    module = ShardedEmbeddingBag.from_dense(dense, layouts(size)[layout], grad_reduce=reduce, sparse=case.get("sparse", False))
+    inputs = [draw_case(case, r) for r in range(size)]
+    ids = torch.cat([x for x, _, _ in inputs])
+    starts = torch.tensor([0, *(len(x) for x, _, _ in inputs)]).cumsum(0)
+    offsets = torch.cat([o + starts[r] for r, (_, o, _) in enumerate(inputs)])
+    weights = torch.cat([w for _, _, w in inputs]).requires_grad_() if case.get("weights") else None
+    bags = [len(o) for _, o, _ in inputs]
+    upstream = torch.randn(sum(bags), DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+    expected = dense(ids, offsets.to(ids.dtype), weights)
+    (expected * upstream).sum().backward()
+
+    own_ids, own_offsets, own_weights = inputs[rank]
+    if own_weights is not None:
+        own_weights = own_weights.requires_grad_(case["weights"] == "learned")
+    out = module(own_ids, own_offsets, own_weights)
+    (out * upstream.split(bags)[rank]).sum().backward()
+
+    torch.testing.assert_close(out, expected.split(bags)[rank])
+    scale = 1 / size if reduce == "mean" else 1
+    torch.testing.assert_close(local_gradient(module), dense.weight.grad * scale)
+    torch.testing.assert_close(module.full_weight(), dense.weight.detach())  # max_norm changes it
+    if case.get("weights") == "learned":
+        torch.testing.assert_close(own_weights.grad, weights.grad.split([len(x) for x, _, _ in inputs])[rank])
+    elif own_weights is not None:
+        assert own_weights.grad is None
+
+
+def run_embedding(case: dict[str, Any], layout: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    options = case.get("options", {})
+    torch.manual_seed(0)
+    dense = nn.Embedding(ROWS, DIM, dtype=torch.float64, **options)
+    module = ShardedEmbedding.from_dense(dense, layouts(size)[layout], grad_reduce="sum", sparse=case.get("sparse", False))
+    shapes = [(2, 3), (0, 3), (1, 3), (4, 3)]
+    inputs = [
+        torch.randint(case.get("low", 0), ROWS, shapes[r % 4], generator=torch.Generator().manual_seed(r)) for r in range(size)
+    ]
+    upstream = [
+        torch.randn(*x.shape, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(50 + r))
+        for r, x in enumerate(inputs)
+    ]
+    expected = dense(torch.cat(inputs))
+    (expected * torch.cat(upstream)).sum().backward()
+    out = module(inputs[rank])
+    (out * upstream[rank]).sum().backward()
+    torch.testing.assert_close(out, expected.split([len(x) for x in inputs])[rank])
+    torch.testing.assert_close(local_gradient(module), dense.weight.grad)
+    torch.testing.assert_close(module.full_weight(), dense.weight.detach())
