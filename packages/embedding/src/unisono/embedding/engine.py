@@ -18,7 +18,7 @@ from unisono.embedding.families import Address, address_of, form_families
 from unisono.embedding.gradients import ParameterSink
 from unisono.embedding.layouts import Layout
 from unisono.embedding.messages import Asked, consult, swap_requests
-from unisono.embedding.optimizers import FusedOptimizer, FusedSink, Rule, make_states
+from unisono.embedding.optimizers import FusedOptimizer, FusedSink, Rule, make_states, wide
 from unisono.embedding.pooling import Pool, Pooling, plan_pooling
 from unisono.embedding.ragged import Ragged, complain
 from unisono.embedding.requests import Request, complain_about_numbers, make_request, prepare
@@ -64,6 +64,7 @@ class Engine:
             for number in family.tables:
                 self.addresses[number] = address_of(family, number, self.tables[number].rows)
         self.features = {name: k for k, table in enumerate(self.tables) for name in table.features}
+        self.steps = torch.zeros((), dtype=torch.int64, device="cpu")  # of a fused optimizer; the same on all ranks
         self.stacks = [self._make_stack(k, rule) for k in range(len(self.families))]
         self.modules: list[ShardedTable] = []
         self.rule = rule
@@ -76,7 +77,7 @@ class Engine:
             return None
         shape = (family.heights()[place[0]], family.kin.widths[place[1]])
         weight = torch.empty(shape, dtype=self.options.dtype, device=self.options.device)
-        return Stack(family, *place, self.ranks, weight, {} if rule is None else make_states(rule, weight))
+        return Stack(family, *place, self.ranks, weight, make_states(rule, weight, self.steps))
 
     def attach(self, modules: Sequence[ShardedTable]) -> None:
         """Give the modules their shards; for modules that have some, after the stacks have moved."""
@@ -91,7 +92,7 @@ class Engine:
             shard, states = own.get(number, (None, {}))
             if shard is None:
                 empty = torch.empty((0, module.table.dim), dtype=self.options.dtype, device=self.options.device)
-                shard, states = empty, {} if self.rule is None else make_states(self.rule, empty)
+                shard, states = empty, make_states(self.rule, empty, self.steps)
             module.attach(shard, states)
         if self.rule is not None and self.optimizer is None:
             self.optimizer = FusedOptimizer([module.weight for module in modules], self.rule)
@@ -101,21 +102,14 @@ class Engine:
         for stack in self.stacks:
             if stack is not None:
                 stack.weight = change(stack.weight)
-                stack.state = {
-                    name: x
-                    if x.ndim == 0
-                    else torch.empty_like(x, device=stack.weight.device)
-                    if x.is_meta
-                    else x.to(stack.weight.device)
-                    for name, x in stack.state.items()
-                }
+                stack.state = {name: _follow(x, stack.weight) for name, x in stack.state.items()}
         probe = change(torch.empty(0, dtype=self.options.dtype, device=self.options.device))
         self.options = Options(**{**self.options.__dict__, "dtype": probe.dtype, "device": probe.device})
         self.attach(self.modules)
 
     @torch.no_grad()
     def reset(self, seed: int | None = None) -> None:
-        """First weights: they depend on the seed of rank 0's default generator, on no layout and no number of ranks."""
+        """First weights and states: they depend on the seed of rank 0's default generator, on no layout and no number of ranks."""
         if seed is None:
             drawn = torch.randint(2**62, (1,), device="cpu")
             if self.ranks.size > 1:
@@ -123,9 +117,14 @@ class Engine:
                 drawn = broadcast(drawn, root=0, group=group_of(self.ranks))
             seed = int(drawn)
         for module in self.modules:
-            name = int.from_bytes(hashlib.blake2b(module.table.name.encode(), digest_size=7).digest(), "little")
+            code = int.from_bytes(hashlib.blake2b(module.table.name.encode(), digest_size=7).digest(), "little")
             if not module.local.is_meta and module.local.numel():
-                draw_weights(module.table, module.box, module.local, seed=mix(seed, name))
+                draw_weights(module.table, module.box, module.local, seed=mix(seed, code))
+        self.steps.zero_()
+        for stack in self.stacks:
+            if stack is not None and self.rule is not None and len(stack.weight) and not stack.weight.is_meta:
+                for name, first in self.rule.states(stack.weight[:1]).items():
+                    stack.state[name][:] = first
 
     def look_up(self, inputs: Mapping[str, Ragged], problem: str = "") -> dict[str, Tensor]:
         """For each feature its pooled rows, or, without mode, a row for each id."""
@@ -210,7 +209,7 @@ class Engine:
     def _sink(self, like: Tensor) -> tuple[Sink, list[Tensor]]:
         parameters: list[Tensor] = [module.weight for module in self.modules]
         if self.optimizer is not None:
-            return FusedSink(self.optimizer, self._thawed), [torch.zeros((), requires_grad=self._tied())]
+            return FusedSink(self.optimizer, self.steps, self._thawed), [torch.zeros((), requires_grad=self._tied())]
         return ParameterSink(range(len(parameters)), lambda k, x: self.modules[k].shape_as(x), self.options.sparse), parameters
 
     def _tied(self) -> bool:
@@ -250,3 +249,12 @@ class Engine:
         if missing := [name for name in self.features if name not in inputs]:
             return f"missing features: {', '.join(missing)}"
         return ""
+
+
+def _follow(state: Tensor, weight: Tensor) -> Tensor:
+    """An optimizer's state where the weight has gone; as wide as it needs, whatever the weight was made."""
+    if state.ndim == 0:
+        return state
+    if state.is_meta:
+        return torch.zeros_like(state, device=weight.device, dtype=wide(weight))
+    return state.to(weight.device, wide(weight))

@@ -45,7 +45,7 @@ class RowwiseAdagrad:
     initial_accumulator_value: float = 0.0
 
     def states(self, weight: Tensor) -> dict[str, Tensor]:
-        return {"sum": weight.new_full((weight.shape[0],), self.initial_accumulator_value, dtype=_wide(weight))}
+        return {"sum": weight.new_full((weight.shape[0],), self.initial_accumulator_value, dtype=wide(weight))}
 
     def step(self, weight: Tensor, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> None:
         sums = state["sum"].index_select(0, rows).add_(squares)
@@ -64,7 +64,7 @@ class Adagrad:
     initial_accumulator_value: float = 0.0
 
     def states(self, weight: Tensor) -> dict[str, Tensor]:
-        return {"sum": torch.full_like(weight, self.initial_accumulator_value, dtype=_wide(weight))}
+        return {"sum": torch.full_like(weight, self.initial_accumulator_value, dtype=wide(weight))}
 
     def step(self, weight: Tensor, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> None:
         sums = state["sum"].index_select(0, rows).addcmul_(grads, grads)
@@ -85,7 +85,7 @@ class Adam:
     weight_decay: float = 0.0
 
     def states(self, weight: Tensor) -> dict[str, Tensor]:
-        zeros = torch.zeros_like(weight, dtype=_wide(weight))
+        zeros = torch.zeros_like(weight, dtype=wide(weight))
         return {"mean": zeros, "square": zeros.clone()}
 
     def step(self, weight: Tensor, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> None:
@@ -123,11 +123,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 class FusedSink:
     """Applies gradients to the stacks as they come."""
 
-    def __init__(self, optimizer: FusedOptimizer, frozen: Callable[[Stack, Tensor], Tensor | None]) -> None:
-        self.optimizer, self.frozen, self.stepped = optimizer, frozen, set[int]()
+    def __init__(self, optimizer: FusedOptimizer, steps: Tensor, thawed: Callable[[Stack, Tensor], Tensor | None]) -> None:
+        self.optimizer, self.steps, self.thawed = optimizer, steps, thawed
 
     def begin(self) -> None:
-        self.stepped.clear()
+        self.steps += 1
 
     def needs_square_sums(self) -> bool:
         return isinstance(self.optimizer.rule, RowwiseAdagrad)
@@ -139,14 +139,11 @@ class FusedSink:
     @torch.no_grad()
     def take(self, stack: Stack, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
         settings, rule = self.optimizer.param_groups[0], self.optimizer.rule
-        if isinstance(rule, Adam) and id(stack) not in self.stepped:
-            self.stepped.add(id(stack))
-            stack.state["step"] += 1
-        keep = self.frozen(stack, rows)
+        keep = self.thawed(stack, rows)
         if keep is not None:
             rows, grads, square_sums = rows[keep], grads[keep], None if square_sums is None else square_sums[keep]
         rows = rows.to(torch.int64)
-        grads = grads.to(_wide(stack.weight))
+        grads = grads.to(wide(stack.weight))
         squares = grads
         if self.needs_square_sums():
             squares = torch.linalg.vector_norm(grads, dim=1).square_() if square_sums is None else square_sums.to(grads.dtype)
@@ -157,14 +154,14 @@ class FusedSink:
         return (None,)
 
 
-def make_states(rule: Rule, weight: Tensor) -> dict[str, Tensor]:
-    states = rule.states(weight)
-    if isinstance(rule, Adam):
-        states["step"] = torch.zeros((), dtype=torch.int64, device="cpu")
-    return states
+def make_states(rule: Rule | None, weight: Tensor, steps: Tensor) -> dict[str, Tensor]:
+    """`steps`: the count that all tables share, for rules that need it."""
+    if rule is None:
+        return {}
+    return rule.states(weight) | ({"step": steps} if isinstance(rule, Adam) else {})
 
 
-def _wide(weight: Tensor) -> torch.dtype:
+def wide(weight: Tensor) -> torch.dtype:
     """16-bit weights have their sums and moments in float32."""
     return torch.promote_types(weight.dtype, torch.float32)
 

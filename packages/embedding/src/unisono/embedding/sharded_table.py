@@ -30,6 +30,11 @@ class ShardedTable(nn.Module):
         self.table, self.layout, self.ranks, self.plain = table, layout, ranks, plain
         self.states: dict[str, Tensor] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        """States by their name, too: torch's checkpoint tools look up what state_dict lists."""
+        states = self.__dict__.get("states", {})
+        return states[name] if name in states else super().__getattr__(name)
+
     @property
     def box(self) -> Box:
         return self.layout.box(rank=self.ranks.rank, rows=self.table.rows, dim=self.table.dim)

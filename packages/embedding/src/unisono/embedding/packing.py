@@ -1,0 +1,123 @@
+"""Which of its options each table gets, and on which ranks: such that the busiest rank has little to do and memory suffices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.embedding.footprints import Option
+
+_ANY = 2**62  # more than any rank has
+_NEAR = 1.05  # loads that are as good as equal
+_LIMITS = (None, 1.5, 1.2, 1.1, 1.0, 0.0)  # of a rank's load, as parts of the mean: beyond, a table is cut. 0: all are
+_EVENNESS = (1.1, 1.5)  # of memory, as parts of the mean: worth having if it costs next to nothing
+
+
+class Placed(NamedTuple):
+    option: Option
+    ranks: Tensor  # of its pieces
+    why: str  # it is not the cheapest option; or nothing
+
+
+class Ledger:
+    """What all ranks have so far."""
+
+    def __init__(self, world_size: int, load: int = 0) -> None:
+        self.load = torch.full((world_size,), load, dtype=torch.int64, device="cpu")
+        self.sent = torch.zeros_like(self.load)
+        self.memory = torch.zeros_like(self.load)
+
+    def add(self, option: Option, ranks: Tensor) -> None:
+        self.load += option.load_of_all
+        self.load[ranks] += option.load
+        self.sent += option.sent_by_all
+        self.sent[ranks] += option.sent
+        self.memory[ranks] += option.memory
+
+    def find_room(self, option: Option, cap: int) -> tuple[int, Tensor] | None:
+        """Neighbouring ranks whose load would be the least with this option, and the highest load among them."""
+        parts = len(option.load)
+        blocks = len(self.load) // parts
+        load = (self.load[: blocks * parts].view(blocks, parts) + (option.load + option.load_of_all)).amax(1)
+        memory = (self.memory[: blocks * parts].view(blocks, parts) + option.memory).amax(1)
+        load = load.masked_fill_(memory > cap, _ANY)
+        least = int(load.min())
+        if least == _ANY:
+            return None
+        block = int(memory.masked_fill_(load > least, _ANY).argmin())
+        return least, torch.arange(block * parts, (block + 1) * parts, device="cpu")
+
+
+def pack(choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int, memory_per_rank: int | None) -> list[Placed]:
+    """An option for each table, on ranks. `order`: the tables, ties in the order that shall decide them.
+
+    If memory does not suffice the answer is the one that comes nearest to it.
+    """
+    mean = -(-sum(options[0].total_load for options in choices) // world_size)
+    held = [int(min(options, key=lambda option: len(option.load)).memory.sum()) for options in choices]
+    even = -(-sum(held) // world_size)
+    importance = [max(o[0].total_load / max(mean, 1), h / max(even, 1)) for o, h in zip(choices, held, strict=True)]
+    order = sorted(order, key=lambda table: -importance[table])
+    cap = _ANY if memory_per_rank is None else memory_per_rank
+    tried: list[tuple[int, list[Placed]]] = []
+    for room in [*(bound for part in _EVENNESS if (bound := int(part * even)) < cap), cap]:
+        for limit in _LIMITS:
+            found = _try(choices, order, world_size, room, _ANY if limit is None else int(limit * mean))
+            if found is None:
+                continue
+            tried.append((int(weigh(found, world_size).load.max()), found))
+            if tried[-1][0] <= _NEAR * mean:
+                return found
+    if not tried:
+        return _pack_tightly(choices, sorted(order, key=lambda table: -held[table]), world_size)
+    least = min(load for load, _ in tried)
+    return next(found for load, found in tried if load <= _NEAR * least)
+
+
+def weigh(placed: Sequence[Placed], world_size: int) -> Ledger:
+    ledger = Ledger(world_size)
+    for option, ranks, _ in placed:
+        ledger.add(option, ranks)
+    return ledger
+
+
+def _try(
+    choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int, cap: int, limit: int
+) -> list[Placed] | None:
+    """Table by table: the cheapest option that leaves all ranks below the limit, or else the one with the least load."""
+    ledger = Ledger(world_size, sum(options[0].load_of_all for options in choices))
+    placed: dict[int, Placed] = {}
+    for table in order:
+        options = choices[table]
+        ledger.load -= options[0].load_of_all  # until now, all tables counted as if they had their cheapest option
+        best: tuple[int, Placed] | None = None
+        why = ""
+        for option in options:
+            found = ledger.find_room(option, cap)
+            if found is None:
+                why = why or "no rank has room for all of it"
+            elif best is None or found[0] < best[0]:
+                best = found[0], Placed(option, found[1], why)
+            if best is not None and best[0] <= limit:
+                break
+            why = why or "too much for one rank"
+        if best is None:
+            return None
+        placed[table] = best[1]
+        ledger.add(best[1].option, best[1].ranks)
+    return [placed[table] for table in range(len(choices))]
+
+
+def _pack_tightly(choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int) -> list[Placed]:
+    """Every table in pieces as small as can be, the largest of them where least is."""
+    ledger = Ledger(world_size)
+    placed: dict[int, Placed] = {}
+    for table in order:
+        option = min(choices[table], key=lambda option: int(option.memory.max()))
+        ranks = ledger.memory.argsort(stable=True)[: len(option.load)]
+        placed[table] = Placed(option, ranks, "memory is short")
+        ledger.add(option, ranks)
+    return [placed[table] for table in range(len(choices))]

@@ -1,0 +1,195 @@
+"""Many tables in one collection: one exchange, any mixture of layouts, and what one process gives."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.embedding.whole_table import layouts
+from unisono.collectives import count_bytes
+from unisono.embedding import SGD, EmbeddingCollection, Layout, Ragged, Table
+
+TABLES = [
+    Table("user", 13, 4, features=["user"], mode="sum"),
+    Table("item", 9, 4, features=["seen", "bought"], mode="mean"),
+    Table("word", 7, 6, features=["title"], mode="max"),
+    Table("shop", 5, 4, features=["shop"], mode=None, padding_idx=1),
+    Table("city", 6, 3, features=["city"], mode="sum", max_norm=1.0),
+    Table("tag", 8, 4, features=["tag"], mode="sum", scale_grad_by_freq=True),
+]
+
+
+def draw_features(rank: int, seed: int = 0) -> dict[str, Ragged]:
+    """A different number of bags on each rank, none on rank 1."""
+    draw = torch.Generator().manual_seed(10 * seed + rank)
+    bags = [3, 0, 5, 2][rank]
+    found = {}
+    for table in TABLES:
+        for feature in table.features:
+            lengths = torch.randint(4, (bags,), generator=draw)
+            found[feature] = Ragged.from_lengths(torch.randint(table.rows, (int(lengths.sum()),), generator=draw), lengths)
+    return found
+
+
+def look_up_whole(weights: dict[str, nn.Parameter], features: dict[str, Ragged]) -> dict[str, torch.Tensor]:
+    found = {}
+    for table in TABLES:
+        options = {"max_norm": table.max_norm, "scale_grad_by_freq": table.scale_grad_by_freq}
+        for name in table.features:
+            ids, offsets, _ = features[name]
+            if table.mode is None:
+                found[name] = nn.functional.embedding(ids, weights[table.name], table.padding_idx, **options)
+            else:
+                found[name] = nn.functional.embedding_bag(
+                    ids, weights[table.name], offsets, mode=table.mode, include_last_offset=True, **options
+                )
+    return found
+
+
+def join(parts: list[Ragged]) -> Ragged:
+    return Ragged.from_lengths(torch.cat([x.values for x in parts]), torch.cat([x.lengths() for x in parts]))
+
+
+def upstream(name: str, rank: int, like: torch.Tensor) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(rank * 1000 + len(name))
+    return torch.randn(like.shape, dtype=like.dtype, generator=draw)
+
+
+def make(plan, **options) -> EmbeddingCollection:
+    torch.manual_seed(5)
+    return EmbeddingCollection(TABLES, plan=plan, grad_reduce="sum", dtype=torch.float64, **options)
+
+
+def matches(plans: list, ahead: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for plan in plans:
+        collection = make(plan, optimizer=SGD(lr=0.1))
+        weights = {name: nn.Parameter(module.full_weight()) for name, module in collection.tables.items()}
+        batches = [[draw_features(r, seed) for r in range(size)] for seed in range(3)]
+        for step, parts in enumerate(batches):
+            out = collection(parts[rank])
+            if ahead and step + 1 < len(batches):
+                collection.prefetch(batches[step + 1][rank])
+            whole = look_up_whole(weights, {name: join([p[name] for p in parts]) for name in parts[0]})
+            loss, whole_loss = 0, 0
+            for name, found in out.items():
+                rows = found.values if isinstance(found, Ragged) else found
+                sizes = [p[name].values.numel() if isinstance(found, Ragged) else p[name].lengths().numel() for p in parts]
+                expected = whole[name].split(sizes)
+                torch.testing.assert_close(rows, expected[rank])
+                loss = loss + (rows * upstream(name, rank, rows)).sum()
+                whole_loss = whole_loss + sum((x * upstream(name, r, x)).sum() for r, x in enumerate(expected))
+            loss.backward()
+            whole_loss.backward()
+            with torch.no_grad():
+                for p in weights.values():
+                    p -= 0.1 * p.grad
+                    p.grad = None
+        for name, p in weights.items():
+            torch.testing.assert_close(collection.tables[name].full_weight(), p.detach())
+
+
+def plans(size: int) -> list:
+    every = list(layouts(size).values())
+    return [
+        "auto",
+        "row",
+        "column",
+        "table",
+        "grid",
+        "replicated",
+        {table.name: every[k % len(every)] for k, table in enumerate(TABLES)},
+        {table.name: every[(2 * k + 3) % len(every)] for k, table in enumerate(TABLES)},
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_collection_matches_one_process(size, ranks):
+    ranks(matches, plans(size), False, world_size=size)
+
+
+def test_prefetched_batches_give_the_same(ranks):
+    ranks(matches, ["row", "auto"], True, world_size=3)
+
+
+def same_first_weights() -> list[float]:
+    found = []
+    for plan in plans(dist.get_world_size()):
+        torch.manual_seed(5 + dist.get_rank())  # that of rank 0 counts
+        made = EmbeddingCollection(TABLES, plan=plan)
+        found.append({name: module.full_weight() for name, module in made.tables.items()})
+    for other in found[1:]:
+        for name, weight in other.items():
+            assert torch.equal(weight, found[0][name]), name
+    assert found[0]["shop"][1].abs().sum() == 0
+    return [float(weight.sum()) for weight in found[0].values()]
+
+
+def test_first_weights_do_not_depend_on_plan_or_ranks(ranks):
+    sums = [ranks(same_first_weights, world_size=size)[0] for size in (1, 2, 4)]
+    assert sums[0] == sums[1] == sums[2]
+
+
+def communicates_once() -> None:
+    size = dist.get_world_size()
+    collection = EmbeddingCollection([Table(f"t{k}", 20 + k, 4) for k in range(6)], plan="row", optimizer=SGD(lr=1.0))
+    batch = {f"t{k}": torch.arange(20).view(10, 2) for k in range(6)}
+    with count_bytes() as traffic:
+        out = collection(batch)
+    calls = traffic.calls
+    assert calls == 3 * 2 * (size - 1), traffic  # sizes, row numbers, rows: to and from every other rank
+    with count_bytes() as traffic:
+        sum(x.sum() for x in out.values()).backward()
+    assert traffic.calls == 2 * (size - 1), traffic
+
+
+def test_all_tables_share_the_exchanges(ranks):
+    ranks(communicates_once, world_size=3)
+
+
+def rounds_on_the_wire(dtype: torch.dtype) -> float:
+    torch.manual_seed(0)
+    tables = [Table("a", 50, 16), Table("b", 50, 16)]
+    plan = {"a": "row", "b": Layout.table(1)}
+    exact = EmbeddingCollection(tables, plan=plan)
+    torch.manual_seed(0)
+    rounded = EmbeddingCollection(tables, plan=plan, wire_dtype=dtype)
+    batch = {"a": torch.arange(50).view(25, 2), "b": torch.arange(50).view(25, 2)}
+    with count_bytes() as full:
+        x = exact(batch)
+    with count_bytes() as half:
+        y = rounded(batch)
+    rows = 4 * 16 * (25 + 25) if dist.get_rank() == 1 else 4 * 16 * 25
+    assert full.sent - half.sent == rows / 2
+    return max(float(((x[name] - y[name]).abs() / (x[name].abs() + 1)).max().detach()) for name in x)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_sixteen_bits_on_the_wire_halve_it_within_their_rounding(dtype, error, ranks):
+    found = max(ranks(rounds_on_the_wire, dtype, world_size=2))
+    assert 0 < found <= 2 * error
+
+
+def test_readers_of_nested_and_dense_features():
+    nested = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64)], layout=torch.jagged)
+    collection = EmbeddingCollection([Table("a", 5, 2)], plan="row")
+    expected = collection({"a": Ragged.from_lists([[1, 2], []])})["a"]
+    assert torch.equal(collection({"a": nested})["a"], expected)
+    assert torch.equal(collection({"a": torch.tensor([[1, 2]])})["a"], expected[:1])
+
+
+def test_results_may_be_changed_in_place():
+    collection = EmbeddingCollection([Table("a", 5, 2), Table("b", 5, 2)], plan={"a": "row", "b": "table"})
+    for x in collection({"a": torch.tensor([1]), "b": torch.tensor([2])}).values():
+        x.relu_().sum()
+
+
+def reset_rows() -> None:
+    collection = EmbeddingCollection([Table("a", 9, 2)], plan="row", optimizer=SGD(lr=1.0))
+    collection.reset_rows("a", torch.tensor([0, 8]))
+    weight = collection.tables["a"].full_weight()
+    assert (weight == 0).all(1).tolist() == [True, *[False] * 7, True]
+
+
+def test_rows_can_be_reset_wherever_they_lie(ranks):
+    ranks(reset_rows, world_size=2)

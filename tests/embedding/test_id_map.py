@@ -1,0 +1,376 @@
+"""IdMap: on any ranks, what plain dictionaries in one process do that see the whole batches."""
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono.collectives import MismatchError, all_gather, checked, count_bytes
+from unisono.collectives.testing import run_ranks
+from unisono.embedding.id_map import IdMap, hash_strings
+
+GOLDEN = [-5426141060434712860, 3405396810240292928, 7825149098174313437, -3848761963538761655, 7497787021708494914]
+GOLDEN_ROWS = [302, 1, 301, 601, 701, 101]
+EVICTIONS = [None, "least_recent", "least_frequent"]
+
+
+def shard_of(key: int, shards: int) -> int:
+    """By splitmix64, whose high bits say how far from the smallest to the largest signed number the hash is."""
+    x = (key + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    x ^= x >> 31
+    return ((x >> 32) ^ 2**31) * shards // 2**32
+
+
+class PlainMap:
+    """What the ranks must reproduce: for each shard a list of rows, a list of candidates, and what is known of both."""
+
+    def __init__(self, capacity: int, *, threshold: int = 1, eviction: Any = None, candidates: int = 0, shards: int = 64):
+        self.threshold, self.eviction, self.shards, self.now = threshold, eviction, min(shards, capacity - 1), 0
+        self.count: Counter[int] = Counter()
+        self.last: dict[int, int] = {}
+        each = [len(range(s, capacity - 1, self.shards)) for s in range(self.shards)]
+        self.rows: list[list[int | None]] = [[None] * n for n in each]
+        self.first = [1 + sum(each[:s]) for s in range(self.shards)]
+        remembered = 0 if threshold == 1 else -(-(candidates or capacity - 1) // self.shards)
+        self.waiting: list[list[int | None]] = [[None] * remembered for _ in each]
+
+    def row(self, key: int) -> int:
+        shard = shard_of(key, self.shards)
+        return self.first[shard] + self.rows[shard].index(key) if key in self.rows[shard] else 0
+
+    def train(self, keys: list[int]) -> list[int]:
+        """The rows that changed hands."""
+        self.now += 1
+        handed = []
+        for key, n in Counter(keys).items():
+            self.count[key] += n
+            self.last[key] = self.now
+        for key in sorted(set(keys), key=lambda key: (-self.count[key], key)):
+            shard = shard_of(key, self.shards)
+            if key in self.rows[shard] or self.count[key] < self.threshold:
+                continue
+            place = self.choose(self.rows[shard], self.eviction)
+            if place is not None:
+                if key in self.waiting[shard]:
+                    self.waiting[shard][self.waiting[shard].index(key)] = None
+                handed += [self.first[shard] + place] if self.rows[shard][place] is not None else []
+                self.rows[shard][place] = key
+        for key in sorted(set(keys), key=lambda key: (-self.count[key], key)):
+            shard = shard_of(key, self.shards)
+            if key not in self.rows[shard] + self.waiting[shard]:
+                place = self.choose(self.waiting[shard], "least_recent")
+                if place is not None:
+                    self.waiting[shard][place] = key
+        remembered = {key for part in self.rows + self.waiting for key in part}
+        for key in set(self.count) - remembered:
+            del self.count[key], self.last[key]
+        return sorted(handed)
+
+    def choose(self, places: list[int | None], eviction: Any) -> int | None:
+        if None in places:
+            return places.index(None)
+        old = [place for place, key in enumerate(places) if self.last[key] < self.now]
+        if not old or eviction is None:
+            return None
+        order = {"least_recent": lambda key: self.last[key], "least_frequent": lambda key: (self.count[key], self.last[key])}
+        return min(old, key=lambda place: (order[eviction](places[place]), place))
+
+
+def rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def batch(step: int) -> Tensor:
+    """Few different ids or many, some of them far away; sometimes none."""
+    generator = torch.Generator().manual_seed(step)
+    numbers = (torch.rand(step * 37 % 90, generator=generator) ** 3 * [25, 120, 300][step % 3]).long()
+    return numbers * (2**63 // 299) * (1 - 2 * (numbers % 2))
+
+
+def split(rows: int, step: int, world: int) -> list[int]:
+    """Uneven, another one at each step, with empty ranks."""
+    cuts = sorted((rows * (7 * step + 5 * rank) % (rows + 1)) for rank in range(1, world))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
+
+
+def step_both(id_map: IdMap, plain: PlainMap, whole: Tensor, sizes: list[int]) -> None:
+    rank, _ = rank_and_world()
+    handed = plain.train(whole.tolist())
+    rows = id_map(whole.split(sizes)[rank])
+    assert all_gather(rows).tolist() == [plain.row(key) for key in whole.tolist()]
+    assert id_map.reassigned.tolist() == handed
+
+
+def evolves(options: dict[str, Any], start: int, steps: int, id_map: IdMap | None = None) -> tuple[IdMap, PlainMap, int]:
+    """Replays the first steps in the dictionaries only."""
+    _, world = rank_and_world()
+    id_map, plain, handed = id_map or IdMap(**options), PlainMap(**options), 0
+    for step in range(start):
+        plain.train(batch(step).tolist())
+    for step in range(start, start + steps):
+        whole = batch(step)
+        step_both(id_map, plain, whole, split(len(whole), step, world))
+        handed += len(id_map.reassigned)
+    return id_map, plain, handed
+
+
+CASES = {
+    "grows": {"capacity": 400},
+    "full": {"capacity": 50, "shards": 7},  # 49 rows: 7 in each shard
+    "forgets": {"capacity": 100, "threshold": 4, "candidates": 20, "shards": 5},
+    "recent": {"capacity": 60, "eviction": "least_recent", "shards": 8},  # 59 rows: 8, 8, 8, 7 …
+    "frequent": {"capacity": 60, "eviction": "least_frequent", "shards": 8},
+    "recent, threshold": {"capacity": 31, "eviction": "least_recent", "threshold": 2, "shards": 4},
+    "frequent, threshold": {"capacity": 31, "eviction": "least_frequent", "threshold": 2, "shards": 3},
+    "tiny": {"capacity": 3, "eviction": "least_recent"},  # two shards: fewer than ranks
+}
+
+
+def matches(name: str) -> tuple[int, int]:
+    id_map, plain, handed = evolves(CASES[name], 0, 16)
+    known = sum(key is not None for part in plain.rows for key in part)
+    assert id_map.count() == known
+    before = {key: x.clone() for key, x in id_map._slots.stored.items()}
+    id_map.eval()
+    whole = torch.cat([batch(1), batch(2), torch.tensor([2**63 - 1, -(2**63), 0])])
+    assert id_map(whole).tolist() == [plain.row(key) for key in whole.tolist()]
+    assert id_map._calls == 16 and all(torch.equal(x, before[key]) for key, x in id_map._slots.stored.items())
+    assert not len(id_map.reassigned)
+    return known, handed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_match_one_process(ranks, world_size, name):
+    results = ranks(matches, name, world_size=world_size)
+    assert all(known > 0 and (handed > 0) == ("eviction" in CASES[name]) for known, handed in results)
+
+
+def follows(options: dict[str, Any], steps: list[list[list[int]]]) -> None:
+    id_map, plain = IdMap(**options), PlainMap(**options)
+    with checked():
+        for parts in steps:
+            whole = torch.tensor([key for part in parts for key in part], dtype=torch.int64)
+            step_both(id_map, plain, whole, [len(part) for part in parts])
+
+
+@st.composite
+def histories(draw: Any) -> tuple[dict[str, Any], list[list[list[int]]]]:
+    world = draw(st.integers(1, 4))
+    threshold = draw(st.integers(1, 3))
+    options = {
+        "capacity": draw(st.integers(2, 12)),
+        "shards": draw(st.integers(1, 5)),
+        "threshold": threshold,
+        "eviction": draw(st.sampled_from(EVICTIONS)),
+    } | ({"candidates": draw(st.integers(1, 6))} if threshold > 1 else {})
+    key = st.integers(0, 15) | st.sampled_from([-1, 2**63 - 1, -(2**63)])
+    part = st.lists(key, max_size=6)
+    return options, draw(st.lists(st.lists(part, min_size=world, max_size=world), min_size=1, max_size=8))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(history=histories())
+def test_rows_with_any_history(history):
+    run_ranks(follows, *history, world_size=len(history[1][0]))
+
+
+class Model(nn.Module):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.tower = nn.Linear(2, 2)
+        self.id_map = IdMap(**options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tower(x)
+
+
+STEPS = 12
+
+
+def saves(folder: Path, name: str) -> None:
+    import torch.distributed.checkpoint as dcp  # here: it takes seconds
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    model = Model(CASES[name])
+    evolves(CASES[name], 0, STEPS, model.id_map)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder / name)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        torch.save(whole, folder / f"{name}.pt")
+
+
+def loads(folder: Path, name: str, alone: bool) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model = Model(CASES[name])
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder / name)
+    model.load_state_dict(state["model"])
+    if alone:  # a DTensor over all ranks, into a map that this rank has for itself
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        other = Model(CASES[name] | {"group": groups[dist.get_rank()]})
+        other.load_state_dict(model.state_dict())
+        whole = batch(STEPS)
+        expected = model.id_map(whole if dist.get_rank() == 0 else whole[:0])
+        assert torch.equal(all_gather(expected), other.id_map(whole))
+        return
+    evolves(CASES[name], STEPS, 8, model.id_map)
+    model = Model(CASES[name])
+    model.load_state_dict(torch.load(folder / f"{name}.pt"))
+    evolves(CASES[name], STEPS, 8, model.id_map)
+
+
+@pytest.mark.parametrize("name", ["forgets", "recent, threshold", "frequent, threshold"])
+def test_checkpoint_loads_on_other_ranks(ranks, tmp_path, name):
+    ranks(saves, tmp_path, name, world_size=2)
+    for world in (1, 3, 4):
+        ranks(loads, tmp_path, name, False, world_size=world)
+    ranks(loads, tmp_path, name, True, world_size=3)
+
+
+def test_checkpoint_of_one_process_loads_in_a_sharded_map(ranks, tmp_path):
+    name = "recent, threshold"
+    id_map, _, _ = evolves(CASES[name], 0, STEPS)
+    torch.save({"id_map." + key: x for key, x in id_map.state_dict().items()}, tmp_path / "one.pt")
+    ranks(loads_one, tmp_path / "one.pt", name, world_size=3)
+
+
+def loads_one(path: Path, name: str) -> None:
+    model = Model(CASES[name])
+    model.load_state_dict(torch.load(path), strict=False)
+    evolves(CASES[name], STEPS, 8, model.id_map)
+
+
+def in_subgroups_and_ddp() -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    which, rank = dist.get_rank() % 2, dist.get_rank() // 2
+    options = CASES["recent"]
+    model, plain = Model(options | {"group": groups[which]}), PlainMap(**options)
+    ddp = DistributedDataParallel(model)
+    for step in range(6):
+        ddp(torch.ones(2, 2)).sum().backward()
+        whole = batch(step + 10 * which)
+        plain.train(whole.tolist())
+        mine = whole.split(split(len(whole), step, 2 - which))[rank]
+        assert model.id_map(mine).tolist() == [plain.row(key) for key in mine.tolist()]
+    twin = copy.deepcopy(model.id_map)
+    model.id_map(torch.arange(1000) if rank == 0 else torch.arange(0))
+    rows = [plain.row(key) for key in batch(7).tolist()]
+    assert twin.eval()(batch(7)).tolist() == rows != model.id_map.eval()(batch(7)).tolist()
+
+
+def test_subgroups_ddp_and_deepcopy(ranks):
+    ranks(in_subgroups_and_ddp, world_size=3)
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "float": (lambda m: m(torch.ones(2)), "ids: expected a Tensor of integers, got float32[2]"),
+    "bool": (lambda m: m(torch.ones(2) > 0), "ids: expected a Tensor of integers, got bool[2]"),
+    "list": (lambda m: m([1, 2]), "ids: expected a Tensor of integers, got list"),
+    "mode": (lambda m: m.eval()(torch.arange(2)), "training=False"),
+    "other map": (lambda m: IdMap(20, threshold=2)(torch.arange(2)), "capacity=20, threshold=2"),
+}
+
+
+def one_rank_is_wrong(name: str) -> str:
+    id_map, ids = IdMap(10, shards=2), torch.tensor([3, 4])
+    expected = all_gather(id_map(ids))
+    with pytest.raises(MismatchError) as caught:
+        BAD[name][0](id_map) if dist.get_rank() == 1 else id_map(torch.arange(100, 120))
+    assert BAD[name][1] in str(caught.value) and "rank 1" in str(caught.value), str(caught.value)
+    assert torch.equal(all_gather(id_map.train()(ids)), expected), "nothing was admitted, and the next call works"
+    assert id_map.count() == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_all_ranks_raise_the_same_error(ranks, name):
+    assert len(set(ranks(one_rank_is_wrong, name, world_size=3))) == 1
+
+
+def sent(training: bool, eviction: Any) -> int:
+    id_map = IdMap(100_000, eviction=eviction)
+    ids = torch.arange(8000).repeat(5)
+    id_map(ids)
+    with count_bytes() as traffic:
+        id_map.train(training)(ids)
+    return traffic.sent
+
+
+def test_different_ids_travel_once(ranks):
+    ids = 8000 * 8  # bytes of the ids of a rank, of which half belong to each; their rows come back
+    assert max(ranks(sent, False, None, world_size=2)) < 1.1 * ids
+    assert max(ranks(sent, True, None, world_size=2)) < 1.6 * ids
+    assert max(ranks(sent, True, "least_recent", world_size=2)) < 1.6 * ids
+
+
+# What follows needs one rank only, and runs without a process group.
+
+
+def test_index_finds_everything_after_many_evictions():
+    """So many that it has to be swept several times."""
+    id_map, generator, handed = IdMap(2001, eviction="least_recent", shards=4), torch.Generator().manual_seed(0), 0
+    for _ in range(30):
+        ids = torch.randint(-(2**63), 2**63 - 1, (400,), generator=generator)
+        rows = id_map.train()(ids)
+        handed += len(id_map.reassigned)
+        assert len(rows.unique()) == 400 and rows.min() > 0
+        assert torch.equal(id_map.eval()(ids), rows)
+    assert handed == 30 * 400 - 2000
+    stored = id_map._slots.stored["ids"].view(-1)
+    assert torch.equal(id_map(stored), torch.arange(1, 2001)), "every id that is stored is found in its own row"
+
+
+def test_any_shape_and_integer():
+    id_map = IdMap(10, shards=1)
+    with torch.inference_mode():
+        assert id_map(torch.tensor([[8, 7]])).tolist() == [[2, 1]]
+    assert id_map(torch.zeros(2, 0, 3, dtype=torch.int64)).shape == (2, 0, 3)
+    assert id_map(torch.tensor(7)).shape == () and id_map(torch.tensor([9, 8], dtype=torch.int16)).tolist() == [3, 2]
+
+
+def test_hash_strings_never_change():
+    assert hash_strings(["", "a", "Übergröße", "🐙", "\ud800"]).tolist() == GOLDEN
+    assert hash_strings([]).dtype == torch.int64 and hash_strings([]).shape == (0,)
+    with pytest.raises(TypeError, match="hash_strings: texts='abc' must be a sequence"):
+        hash_strings("abc")
+
+
+def test_rows_never_change():
+    """A checkpoint is worth nothing to a version that divides the ids in another way."""
+    id_map = IdMap(1000, shards=10)
+    assert id_map(torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 1234567890123])).tolist() == GOLDEN_ROWS
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"capacity": 1}, "IdMap: capacity=1 must be an integer, 2 or more"),
+        ({"capacity": 9, "threshold": 0}, "IdMap: threshold=0 must be"),
+        ({"capacity": 9, "shards": 1.5}, "IdMap: shards=1.5 must be"),
+        ({"capacity": 9, "eviction": "oldest"}, "IdMap: eviction='oldest' is not one of None, 'least_recent'"),
+        ({"capacity": 9, "candidates": 5}, "IdMap: candidates=5 must be a positive integer, and threshold=1 more than 1"),
+        ({"capacity": 2**31}, "is more than 1073741823 together"),
+    ],
+)
+def test_bad_arguments(options, text):
+    with pytest.raises(ValueError, match=text):
+        IdMap(**options)
+
+
+def test_bad_checkpoints():
+    state = IdMap(10, shards=3).state_dict()
+    with pytest.raises(ValueError, match=r"ids: expected int64\[2, 5\] for IdMap\(capacity=10, .* got int64\[3, 3\]"):
+        IdMap(10, shards=2).load_state_dict(state)
+    with pytest.raises(ValueError, match="saved with capacity=10, but this is IdMap"):
+        IdMap(9, shards=3).load_state_dict(state)

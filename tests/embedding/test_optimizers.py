@@ -1,0 +1,179 @@
+"""Fused and unfused optimizers give, over several steps, what one process gives with the whole table and batch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.embedding.whole_table import DIM, ROWS, layouts
+from unisono.embedding import (
+    SGD,
+    Adagrad,
+    Adam,
+    EmbeddingCollection,
+    RowwiseAdagrad,
+    ShardedEmbedding,
+    ShardedEmbeddingBag,
+    Table,
+)
+
+STEPS = 4
+
+
+class PlainRowwiseAdagrad(torch.optim.Optimizer):
+    """By the formula, on whole tables."""
+
+    def __init__(self, params, lr, eps=1e-8):
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                total = self.state[p].setdefault("sum", p.new_zeros(len(p)))
+                total += p.grad.square().mean(1)
+                p -= group["lr"] * p.grad / (total.sqrt() + group["eps"])[:, None]
+
+
+RULES = {
+    "SGD": (SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1), False),
+    "RowwiseAdagrad": (RowwiseAdagrad(lr=0.1), lambda p: PlainRowwiseAdagrad(p, lr=0.1), False),
+    "Adagrad": (Adagrad(lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1), False),
+    "Adam": (Adam(lr=0.1), lambda p: torch.optim.SparseAdam(p, lr=0.1), True),
+}
+
+
+def draw_batches(size: int) -> list[list[torch.Tensor]]:
+    """Of each step and rank: bags of three ids, a rank with none."""
+    draw = torch.Generator().manual_seed(3)
+    return [[torch.randint(ROWS, ((2 + rank + step) % 4, 3), generator=draw) for rank in range(size)] for step in range(STEPS)]
+
+
+def target(step: int, rows: int) -> torch.Tensor:
+    return torch.randn(rows, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def train_whole(dense, optimizer, size, schedule=None):
+    """The mean of the squared distance over the whole batch, as grad_reduce="sum" wants it."""
+    for step, parts in enumerate(draw_batches(size)):
+        ids = torch.cat(parts)
+        optimizer.zero_grad()
+        (dense(ids) - target(step, len(ids))).square().sum().backward()
+        optimizer.step()
+        if schedule:
+            schedule.step()
+
+
+def train_spread(module, size, optimizer=None, schedule=None):
+    for step, parts in enumerate(draw_batches(size)):
+        rank, sizes = dist.get_rank(), [len(x) for x in parts]
+        if optimizer:
+            optimizer.zero_grad()
+        own = target(step, sum(sizes)).split(sizes)[rank]
+        (module(parts[rank]) - own).square().sum().backward()
+        if optimizer:
+            optimizer.step()
+        if schedule:
+            schedule.step()
+
+
+def fused_matches(rule: str) -> None:
+    size = dist.get_world_size()
+    fused, plain, sparse = RULES[rule]
+    for name, layout in layouts(size).items():
+        torch.manual_seed(1)
+        dense = nn.EmbeddingBag(ROWS, DIM, mode="sum", dtype=torch.float64, sparse=sparse)
+        module = ShardedEmbeddingBag.from_dense(dense, layout, optimizer=fused, grad_reduce="sum")
+        optimizer = plain(dense.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        train_whole(dense, optimizer, size, schedule)
+        train_spread(module, size, schedule=torch.optim.lr_scheduler.StepLR(module.optimizer, 2))
+        assert module.weight.grad is None
+        torch.testing.assert_close(module.full_weight(), dense.weight.detach(), msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_fused_optimizer_matches_one_process(rule, size, ranks):
+    ranks(fused_matches, rule, world_size=size)
+
+
+def decay_matches() -> None:
+    """Weight decay on the rows that were looked up: with every row looked up in every step, that of torch."""
+    size = dist.get_world_size()
+    for layout in layouts(size).values():
+        torch.manual_seed(1)
+        dense = nn.Embedding(ROWS, DIM, dtype=torch.float64)
+        pairs = [
+            (SGD(lr=0.1, weight_decay=0.3), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.3)),
+            (Adagrad(lr=0.1, weight_decay=0.3), lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.3)),
+            (RowwiseAdagrad(lr=0.1, weight_decay=0.3), None),
+        ]
+        for rule, plain in pairs:
+            module = ShardedEmbedding.from_dense(dense, layout, optimizer=rule, grad_reduce="sum")
+            whole = nn.Embedding.from_pretrained(dense.weight.detach().clone(), freeze=False)
+            total = torch.zeros(ROWS, dtype=torch.float64)
+            optimizer = plain(whole.parameters()) if plain else None
+            for _ in range(2):
+                module(torch.arange(ROWS)).pow(3).sum().backward()
+                whole.zero_grad()
+                (whole(torch.arange(ROWS)).pow(3).sum() * size).backward()
+                if optimizer:
+                    optimizer.step()
+                else:
+                    with torch.no_grad():
+                        grad = whole.weight.grad + 0.3 * whole.weight
+                        total += grad.square().mean(1)
+                        whole.weight -= 0.1 * grad / (total.sqrt() + 1e-8)[:, None]
+            torch.testing.assert_close(module.full_weight(), whole.weight.detach())
+
+
+def test_weight_decay_matches_torch(ranks):
+    ranks(decay_matches, world_size=3)
+
+
+def unfused_matches(sparse: bool) -> None:
+    size = dist.get_world_size()
+    makers = [lambda p: torch.optim.SGD(p, lr=0.1)]
+    makers += [lambda p: torch.optim.SparseAdam(p, lr=0.1)] if sparse else [lambda p: torch.optim.Adam(p, lr=0.1)]
+    for make in makers:
+        for layout in layouts(size).values():
+            torch.manual_seed(1)
+            dense = nn.EmbeddingBag(ROWS, DIM, mode="sum", dtype=torch.float64, sparse=sparse)
+            module = ShardedEmbeddingBag.from_dense(dense, layout, grad_reduce="sum")
+            train_whole(dense, make(dense.parameters()), size)
+            train_spread(module, size, make(module.parameters()))
+            torch.testing.assert_close(module.full_weight(), dense.weight.detach())
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_torch_optimizer_on_the_shards_matches_one_process(sparse, ranks):
+    ranks(unfused_matches, sparse, world_size=3)
+
+
+def frozen_table_stays() -> None:
+    tables = [Table("a", 7, 3), Table("b", 5, 3)]
+    collection = EmbeddingCollection(tables, plan="row", optimizer=SGD(lr=1.0))
+    collection.weight("a").requires_grad_(False)
+    before = {name: collection.tables[name].full_weight() for name in "ab"}
+    out = collection({"a": torch.tensor([1, 2]), "b": torch.tensor([1, 2])})
+    (out["a"].sum() + out["b"].sum()).backward()
+    assert torch.equal(collection.tables["a"].full_weight(), before["a"])
+    assert not torch.equal(collection.tables["b"].full_weight(), before["b"])
+
+
+def test_frozen_table_is_not_changed(ranks):
+    ranks(frozen_table_stays, world_size=2)
+
+
+def half_precision_state() -> None:
+    module = ShardedEmbedding(5, 4, optimizer=Adagrad(lr=0.1), dtype=torch.bfloat16)
+    assert module.states["sum"].dtype == torch.float32
+    before = module.full_weight()
+    module(torch.tensor([1, 4])).sum().backward()
+    changed = (module.full_weight() != before).any(1)
+    assert changed.tolist() == [False, True, False, False, True]
+
+
+def test_sixteen_bit_weights_have_wide_state(ranks):
+    ranks(half_precision_state, world_size=2)
