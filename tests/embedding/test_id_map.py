@@ -224,8 +224,7 @@ def loads(folder: Path, name: str, alone: bool) -> None:
         expected = model.id_map(whole if dist.get_rank() == 0 else whole[:0])
         assert torch.equal(all_gather(expected), other.id_map(whole))
         return
-    evolves(CASES[name], STEPS, 8, model.id_map)
-    model = Model(CASES[name])
+    evolves(CASES[name], STEPS, 8, model.id_map)  # and back again, into a map that has gone on:
     model.load_state_dict(torch.load(folder / f"{name}.pt"))
     evolves(CASES[name], STEPS, 8, model.id_map)
 

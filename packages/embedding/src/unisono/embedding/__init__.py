@@ -1,6 +1,7 @@
 """Embedding tables spread over ranks, with the results and gradients of one process that has them whole."""
 
 from unisono.embedding.collection import EmbeddingCollection
+from unisono.embedding.exclusion import exclude_from_ddp, sharded_parameters
 from unisono.embedding.layouts import Layout
 from unisono.embedding.messages import IdOutOfRange
 from unisono.embedding.modules import ShardedEmbedding, ShardedEmbeddingBag
@@ -23,5 +24,7 @@ __all__ = [
     "ShardedEmbedding",
     "ShardedEmbeddingBag",
     "Table",
+    "exclude_from_ddp",
     "plan_tables",
+    "sharded_parameters",
 ]

@@ -137,9 +137,10 @@ def _give_back(question: Question, grads: Tensor | None, factor: float, sink: Si
 
 
 def _finish(sums: Tensor, divisors: Tensor | None, factor: float) -> Tensor:
+    """In place: the sums are nobody else's."""
     if divisors is not None:
-        sums = sums / divisors[:, None]
-    return sums if factor == 1 else sums * factor
+        sums.div_(divisors[:, None])
+    return sums if factor == 1 else sums.mul_(factor)
 
 
 def _sum_numbers(numbers: Tensor, groups: Groups) -> Tensor:

@@ -31,9 +31,7 @@ class Prices(NamedTuple):
     shares_squares: bool  # columns tell each other the squares of their rows
 
 
-def set_prices(
-    world_size: int, *, optimizer: Rule | None, dtype: torch.dtype, wire_dtype: torch.dtype | None
-) -> Prices:
+def set_prices(world_size: int, *, optimizer: Rule | None, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> Prices:
     probe = torch.empty((1, 1), dtype=dtype, device="meta")
     states = [probe] if optimizer is None else list(optimizer.states(probe).values())  # without: a gradient like the weight
     held = {ndim: sum(x.dtype.itemsize for x in (probe, *states) if x.ndim == ndim) for ndim in (1, 2)}
@@ -72,8 +70,10 @@ def list_options(table: Table, demand: Demand, prices: Prices) -> list[Option]:
     """
     found = []
     for kind, parts in _list_cuts(table, prices.world_size):
-        for answers in ("bags", "rows") if kind != "row" and can_sum(table, demand) else ("rows",):
-            found.append(_weigh(table, demand, prices, kind, parts, answers))
+        if kind != "row" and can_sum(table, demand):
+            found.append(_weigh(table, demand, prices, kind, parts, "bags"))
+        if kind != "column" or table.rows < prices.world_size:  # else the row layout sends the same rows and fewer ids
+            found.append(_weigh(table, demand, prices, kind, parts, "rows"))
     return sorted(found, key=lambda option: option.total_load * (1 if option.kind == "table" else _CUT))
 
 

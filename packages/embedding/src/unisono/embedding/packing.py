@@ -51,7 +51,9 @@ class Ledger:
         return least, torch.arange(block * parts, (block + 1) * parts, device="cpu")
 
 
-def pack(choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int, memory_per_rank: int | None) -> list[Placed]:
+def pack(
+    choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int, memory_per_rank: int | None
+) -> list[Placed]:
     """An option for each table, on ranks. `order`: the tables, ties in the order that shall decide them.
 
     If memory does not suffice the answer is the one that comes nearest to it.
@@ -66,15 +68,13 @@ def pack(choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: 
     for room in [*(bound for part in _EVENNESS if (bound := int(part * even)) < cap), cap]:
         for limit in _LIMITS:
             found = _try(choices, order, world_size, room, _ANY if limit is None else int(limit * mean))
-            if found is None:
-                continue
-            tried.append((int(weigh(found, world_size).load.max()), found))
-            if tried[-1][0] <= _NEAR * mean:
-                return found
+            tried += [] if found is None else [found]
+            if found is not None and found[0] <= _NEAR * mean:
+                return found[1]
     if not tried:
         return _pack_tightly(choices, sorted(order, key=lambda table: -held[table]), world_size)
     least = min(load for load, _ in tried)
-    return next(found for load, found in tried if load <= _NEAR * least)
+    return next(found for load, found in tried if load <= max(1.0, _NEAR) * least)
 
 
 def weigh(placed: Sequence[Placed], world_size: int) -> Ledger:
@@ -86,8 +86,11 @@ def weigh(placed: Sequence[Placed], world_size: int) -> Ledger:
 
 def _try(
     choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int, cap: int, limit: int
-) -> list[Placed] | None:
-    """Table by table: the cheapest option that leaves all ranks below the limit, or else the one with the least load."""
+) -> tuple[int, list[Placed]] | None:
+    """Table by table: the cheapest option that leaves its ranks below the limit, or else the one with the least load.
+
+    With the load of the busiest rank; None: memory does not suffice.
+    """
     ledger = Ledger(world_size, sum(options[0].load_of_all for options in choices))
     placed: dict[int, Placed] = {}
     for table in order:
@@ -108,7 +111,7 @@ def _try(
             return None
         placed[table] = best[1]
         ledger.add(best[1].option, best[1].ranks)
-    return [placed[table] for table in range(len(choices))]
+    return int(ledger.load.max()), [placed[table] for table in range(len(choices))]
 
 
 def _pack_tightly(choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int) -> list[Placed]:
