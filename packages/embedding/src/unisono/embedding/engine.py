@@ -75,7 +75,7 @@ class Engine:
         place = family.place(self.ranks.rank)
         if place is None:
             return None
-        shape = (family.heights()[place[0]], family.kin.widths[place[1]])
+        shape = (family.heights[place[0]], family.kin.widths[place[1]])
         weight = torch.empty(shape, dtype=self.options.dtype, device=self.options.device)
         return Stack(family, *place, self.ranks, weight, make_states(rule, weight, self.steps))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -54,20 +55,23 @@ class Family:
     def columns(self) -> int:
         return len(self.kin.widths)
 
+    @cached_property  # when all tables are in
     def heights(self) -> list[int]:
         """Rows of each stack."""
         return [sum(shard.box.shape[0] for shard in stack) for stack in self.stacks]
 
+    @cached_property
     def bases(self) -> list[int]:
         """The first key of each stack, and the number of keys."""
-        return [0, *accumulate(self.heights())]
+        return [0, *accumulate(self.heights)]
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {rank: (i, j) for i, row in enumerate(self.kin.ranks) for j, rank in enumerate(row)}
 
     def place(self, rank: int) -> tuple[int, int] | None:
         """Which stack and which of its columns lie on `rank`."""
-        if self.replicated:
-            return 0, 0
-        places = ((i, j) for i, row in enumerate(self.kin.ranks) for j, owner in enumerate(row) if owner == rank)
-        return next(places, None)
+        return (0, 0) if self.replicated else self._places.get(rank)
 
     def owner(self, stack: int, column: int, rank: int) -> int:
         """Whom `rank` asks."""
@@ -101,7 +105,7 @@ def form_families(tables: Sequence[Table], layouts: Sequence[Layout], world_size
 
 
 def address_of(family: Family, table: int, rows: int) -> Address:
-    bases, parts = family.bases(), family.starts[table]
+    bases, parts = family.bases, family.starts[table]
     size = chunk_size(rows, len(parts))
     return Address(size, tuple(bases[stack] + start - chunk(rows, len(parts), c)[0] for c, (stack, start) in enumerate(parts)))
 
@@ -127,7 +131,8 @@ def _add(family: Family, number: int, table: Table, layout: Layout) -> None:
     for c in range(parts):
         stack = layout.placed[c][0] if family.columns == 1 and not family.replicated else c
         row, row_end = chunk(table.rows, parts, c)
-        start = sum(shard.box.shape[0] for shard in family.stacks[stack])
+        above = family.stacks[stack][-1] if family.stacks[stack] else None
+        start = 0 if above is None else above.start + above.box.shape[0]
         family.stacks[stack].append(Shard(number, start, Box(row, row_end, 0, family.kin.widths[0])))
         family.starts[number].append((stack, start))
         if table.padding_idx is not None and row <= table.padding_idx < row_end:

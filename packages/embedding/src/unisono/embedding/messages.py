@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -83,21 +84,29 @@ def swap_requests(
 
     `counts`: what `consult` gave. `exact`: the dtype in which weights travel.
     """
-    dtype = torch.int32 if all(max(request.family.heights()) < 2**31 for request in requests) else torch.int64
-    leaving: list[list[Tensor]] = [
-        [part for request in requests for part in _message(request, rank, ranks, dtype, exact)] for rank in range(ranks.size)
-    ]
-    parts = [part for message in leaving for part in message]
-    flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
-    if ranks.size > 1:
+    dtype = torch.int32 if all(max(request.family.heights) < 2**31 for request in requests) else torch.int64
+    rows = [request.stack_rows().to(dtype) for request in requests]
+    plain = len(requests) == 1 and requests[0].plain  # then a message is the rows alone: thousands of ranks cost no loop
+    if plain:
+        flat, send = rows[0], [end - start for start, end in pairwise(requests[0].cuts)]
+        receive = [row[0] for row in counts]
+    else:
+        leaving = [
+            [part for request, own in zip(requests, rows, strict=True) for part in _message(request, own, rank, ranks, exact)]
+            for rank in range(ranks.size)
+        ]
+        parts = [part for message in leaving for part in message]
+        flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
         send = [sum(part.numel() for part in message) for message in leaving]
         receive = [sum(sum(_sizes(request, row, k, exact)) for k, request in enumerate(requests)) for row in counts]
+    if ranks.size > 1:
         flat = all_to_all_single(flat, send_sizes=send, receive_sizes=receive, group=group_of(ranks))
         if simulated(process_group(ranks)):  # it moves nothing: row 0 stands for whatever the others would ask for
             flat = torch.zeros_like(flat)
-    pieces = iter(
-        flat.split_with_sizes([n for row in counts for k, r in enumerate(requests) for n in _sizes(r, row, k, exact)])
-    )
+    if plain:
+        return [Asked(flat, None, None, None, receive)]
+    sizes = [size for row in counts for k, request in enumerate(requests) for size in _sizes(request, row, k, exact)]
+    pieces = iter(flat.split_with_sizes(sizes))
     heard = [[[next(pieces) for _ in range(5)] for _ in requests] for _ in counts]
     return [_combine([row[k] for row in heard], request, exact) for k, request in enumerate(requests)]
 
@@ -119,12 +128,13 @@ def _stack(family: Family, rank: int, ranks: Ranks) -> int | None:
     return None if place is None else place[0]
 
 
-def _message(request: Request, rank: int, ranks: Ranks, dtype: torch.dtype, exact: torch.dtype) -> list[Tensor]:
+def _message(request: Request, rows: Tensor, rank: int, ranks: Ranks, exact: torch.dtype) -> list[Tensor]:
+    """What goes to `rank`. `rows`: request.stack_rows(), in the dtype of all numbers of a message."""
     stack = _stack(request.family, rank, ranks)
     if stack is None:
         return []
     wanted = slice(request.cuts[stack], request.cuts[stack + 1])
-    parts = [(request.groups.unique[wanted] - request.family.bases()[stack]).to(dtype)]
+    parts, dtype = [rows[wanted]], rows.dtype
     if request.family.kin.by_frequency:
         parts.append(request.groups.counts[wanted].to(dtype))
     bags = request.bags[stack]

@@ -121,6 +121,8 @@ class Pool(torch.autograd.Function):
             for j in range(request.family.columns):
                 columns = slice(edges[j], edges[j + 1])
                 rows = _spread(joined[:, columns], pooling, weights, ctx.tops[k][j])
+                if len(ctx.poolings) == 1 and request.plain:
+                    return rows.reshape(-1), None, None, None, None, *weight_grads
                 for i, stack in enumerate(summed):
                     owner = request.family.owner(i, j, ctx.rank)
                     cut = rows[request.cuts[i] : request.cuts[i + 1]]
@@ -136,6 +138,10 @@ def summed_like(ctx: Any, request: Request) -> Tensor:
 
 def _unpack(flat: Tensor, poolings: list[Pooling], rank: int, size: int) -> list[list[Tensor]]:
     """The answers of each pooling's columns, stack after stack."""
+    if len(poolings) == 1 and poolings[0].request.family.columns == 1:
+        family = poolings[0].request.family
+        count = sum(poolings[0].request.answers(i) for i in range(len(family.stacks)))
+        return [[flat.view(count, family.kin.widths[0])]]
     places, sizes = [], []
     for owner in range(size):
         for k, pooling in enumerate(poolings):
@@ -144,8 +150,6 @@ def _unpack(flat: Tensor, poolings: list[Pooling], rank: int, size: int) -> list
             if place is not None:
                 places.append((k, place[1], place[0]))
                 sizes.append(pooling.request.answers(place[0]) * family.kin.widths[place[1]])
-    if len(poolings) == 1 and poolings[0].request.family.columns == 1:
-        return [[flat.view(-1, poolings[0].request.family.kin.widths[0])]] if flat.numel() else _empty(flat, poolings)
     blocks = dict(zip(places, flat.split_with_sizes(sizes), strict=True))
     found = []
     for k, pooling in enumerate(poolings):
@@ -157,16 +161,6 @@ def _unpack(flat: Tensor, poolings: list[Pooling], rank: int, size: int) -> list
             ]
         )
     return found
-
-
-def _empty(flat: Tensor, poolings: list[Pooling]) -> list[list[Tensor]]:
-    return [
-        [
-            flat.new_empty((sum(p.request.answers(i) for i in range(len(p.request.family.stacks))), width))
-            for width in p.request.family.kin.widths
-        ]
-        for p in poolings
-    ]
 
 
 def _pool(answers: Tensor, pooling: Pooling, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -46,6 +46,19 @@ class Request:
         ids, lengths = sum(a.ids.numel() for a in bags), sum(a.lengths.numel() for a in bags)
         return self.cuts[stack + 1] - self.cuts[stack], ids, lengths
 
+    def stack_rows(self) -> Tensor:
+        """The unique keys as rows of their stacks."""
+        if len(self.cuts) == 2:
+            return self.groups.unique
+        bases = torch.tensor(self.family.bases[:-1], dtype=self.groups.unique.dtype, device=self.groups.unique.device)
+        return self.groups.unique - bases.repeat_interleave(torch.tensor(self.cuts, device=bases.device).diff())
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but rows is asked for, and every rank holds one stack of whole rows, in the order of the ranks."""
+        family = self.family
+        return family.columns == 1 and not (family.replicated or family.kin.by_frequency or any(self.bags))
+
     @property
     def weighted(self) -> bool:
         return any(asking.weights is not None for stack in self.bags for asking in stack)
@@ -58,7 +71,7 @@ def make_request(family: Family, askings: Sequence[tuple[Asking, bool]], address
     for asking, by_bags in askings:
         if by_bags:
             bags[family.starts[asking.table][0][0]].append(asking)
-    bases = family.bases()
+    bases = family.bases
     dtype = torch.int32 if bases[-1] < 2**31 else torch.int64
     keys = [addresses[asking.table].keys(asking.ids, dtype) for asking in rows]
     groups = group(torch.cat(keys) if keys else torch.empty(0, dtype=dtype, device="cpu"))
