@@ -2,12 +2,14 @@
 
 from unisono.embedding.collection import EmbeddingCollection
 from unisono.embedding.exclusion import exclude_from_ddp, sharded_parameters
+from unisono.embedding.id_map import IdMap, hash_strings
 from unisono.embedding.layouts import Layout
 from unisono.embedding.messages import IdOutOfRange
-from unisono.embedding.modules import ShardedEmbedding, ShardedEmbeddingBag
 from unisono.embedding.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad
 from unisono.embedding.planner import Plan, plan_tables
 from unisono.embedding.ragged import Ragged
+from unisono.embedding.sharded_embedding import ShardedEmbedding
+from unisono.embedding.sharded_embedding_bag import ShardedEmbeddingBag
 from unisono.embedding.tables import Table
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "Adam",
     "EmbeddingCollection",
     "FusedOptimizer",
+    "IdMap",
     "IdOutOfRange",
     "Layout",
     "Plan",
@@ -25,6 +28,7 @@ __all__ = [
     "ShardedEmbeddingBag",
     "Table",
     "exclude_from_ddp",
+    "hash_strings",
     "plan_tables",
     "sharded_parameters",
 ]

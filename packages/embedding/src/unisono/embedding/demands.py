@@ -124,7 +124,8 @@ def scale_unique(counts: Tensor, scale: float, rows: int) -> float:
     if scale <= 1 or unique == 0:
         return _thin(counts, scale)
     exponent = math.log2(unique / _thin(counts, 0.5))
-    return min(unique * scale**exponent, unique + total * (scale - 1), max(rows, unique))
+    grown: float = unique * scale**exponent
+    return min(grown, unique + total * (scale - 1), max(rows, unique))
 
 
 def _thin(counts: Tensor, share: float) -> float:

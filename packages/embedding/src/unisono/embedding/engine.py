@@ -109,7 +109,7 @@ class Engine:
 
     @torch.no_grad()
     def reset(self, seed: int | None = None) -> None:
-        """First weights and states: they depend on the seed of rank 0's default generator, on no layout and no number of ranks."""
+        """First weights and states. They depend on the seed of rank 0's default generator; not on layouts or the number of ranks."""
         if seed is None:
             drawn = torch.randint(2**62, (1,), device="cpu")
             if self.ranks.size > 1:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from unisono.embedding.demands import Demand
 from unisono.embedding.layouts import Answers, Kind, Layout, chunk_size
-from unisono.embedding.optimizers import Rule, RowwiseAdagrad
+from unisono.embedding.optimizers import RowwiseAdagrad, Rule
 from unisono.embedding.tables import Table
 
 _ID = 4  # bytes of a row number that travels
-_SORT = 256  # bytes of memory that could be read while one id is sorted and its row is found
-_MEMORY = 8  # bytes of memory that are read or written while one travels
+_SORT = 512  # bytes of memory that could be read while one id is sorted and its row is found: measured on CPUs
+_MEMORY = 8  # bytes of memory that are read or written while one travels: measured on CPUs, with gloo
 _CUT = 1.01  # a table is not cut to save less than that
 
 

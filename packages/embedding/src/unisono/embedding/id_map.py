@@ -15,7 +15,8 @@ from unisono.collectives.checking import describe
 from unisono.collectives.groups import Ranks, process_group, resolve
 from unisono.collectives.sizes import exchange
 from unisono.collectives.tracing import untraced
-from unisono.embedding.hash_table import MOST_SLOTS, Eviction, Slots, distinct, divide
+from unisono.embedding.hash_table import MOST_SLOTS, distinct, divide
+from unisono.embedding.slots import Eviction, Slots
 
 
 def hash_strings(texts: Sequence[str]) -> Tensor:

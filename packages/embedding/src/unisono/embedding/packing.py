@@ -13,7 +13,8 @@ from unisono.embedding.footprints import Option
 _ANY = 2**62  # more than any rank has
 _NEAR = 1.05  # loads that are as good as equal
 _LIMITS = (None, 1.5, 1.2, 1.1, 1.0, 0.0)  # of a rank's load, as parts of the mean: beyond, a table is cut. 0: all are
-_EVENNESS = (1.1, 1.5)  # of memory, as parts of the mean: worth having if it costs next to nothing
+_EVENNESS = (1.1, 1.2, 1.5)  # of memory, as parts of the mean: worth having if it costs next to nothing
+_SMALL = 0.05  # of the mean load and memory: such a table is not worth cutting
 
 
 class Placed(NamedTuple):
@@ -58,23 +59,26 @@ def pack(
 
     If memory does not suffice the answer is the one that comes nearest to it.
     """
-    mean = -(-sum(options[0].total_load for options in choices) // world_size)
-    held = [int(min(options, key=lambda option: len(option.load)).memory.sum()) for options in choices]
-    even = -(-sum(held) // world_size)
-    importance = [max(o[0].total_load / max(mean, 1), h / max(even, 1)) for o, h in zip(choices, held, strict=True)]
-    order = sorted(order, key=lambda table: -importance[table])
+    mean = max(1, -(-sum(options[0].total_load for options in choices) // world_size))
+    whole = [[option for option in options if option.kind == "table"] for options in choices]
+    held = [int(options[0].memory.sum()) for options in whole]
+    even = max(1, -(-sum(held) // world_size))
+    sizes = [max(int(options[0].load.sum()) / mean, h / even) for options, h in zip(whole, held, strict=True)]
+    order = sorted(order, key=lambda table: -sizes[table])
     cap = _ANY if memory_per_rank is None else memory_per_rank
+    wise = [every if size > _SMALL else uncut for every, uncut, size in zip(choices, whole, sizes, strict=True)]
     tried: list[tuple[int, list[Placed]]] = []
     for room in [*(bound for part in _EVENNESS if (bound := int(part * even)) < cap), cap]:
+        short = "no rank has room for it whole" if room == cap else "spreads memory"
         for limit in _LIMITS:
-            found = _try(choices, order, world_size, room, _ANY if limit is None else int(limit * mean))
+            found = _try(wise, order, world_size, room, short, _ANY if limit is None else int(limit * mean))
             tried += [] if found is None else [found]
             if found is not None and found[0] <= _NEAR * mean:
                 return found[1]
     if not tried:
         return _pack_tightly(choices, sorted(order, key=lambda table: -held[table]), world_size)
     least = min(load for load, _ in tried)
-    return next(found for load, found in tried if load <= max(1.0, _NEAR) * least)
+    return next(found for load, found in tried if load <= _NEAR * least)
 
 
 def weigh(placed: Sequence[Placed], world_size: int) -> Ledger:
@@ -85,11 +89,12 @@ def weigh(placed: Sequence[Placed], world_size: int) -> Ledger:
 
 
 def _try(
-    choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int, cap: int, limit: int
+    choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int, cap: int, short: str, limit: int
 ) -> tuple[int, list[Placed]] | None:
     """Table by table: the cheapest option that leaves its ranks below the limit, or else the one with the least load.
 
-    With the load of the busiest rank; None: memory does not suffice.
+    With the load of the busiest rank; None: memory does not suffice. `short`: the reason to give where a table is cut since
+    there is no room.
     """
     ledger = Ledger(world_size, sum(options[0].load_of_all for options in choices))
     placed: dict[int, Placed] = {}
@@ -101,12 +106,12 @@ def _try(
         for option in options:
             found = ledger.find_room(option, cap)
             if found is None:
-                why = why or "no rank has room for all of it"
+                why = why or short
             elif best is None or found[0] < best[0]:
                 best = found[0], Placed(option, found[1], why)
             if best is not None and best[0] <= limit:
                 break
-            why = why or "too much for one rank"
+            why = why or "too much work for one rank"
         if best is None:
             return None
         placed[table] = best[1]

@@ -1,0 +1,86 @@
+"""What the modules of one table, ShardedEmbedding and ShardedEmbeddingBag, have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from unisono.collectives import Group
+from unisono.collectives.agreement import agree
+from unisono.embedding.engine import Engine, Options
+from unisono.embedding.layouts import Layout, as_layout
+from unisono.embedding.optimizers import FusedOptimizer, Rule
+from unisono.embedding.sharded_table import ShardedTable
+from unisono.embedding.tables import Table
+
+NAME = "weight"
+
+
+class OneTable(ShardedTable):
+    """A table that is a module by itself, with an engine of its own."""
+
+    def __init__(self, table: Table, plan: str | Layout, options: dict[str, Any], optimizer: Rule | None, group: Group) -> None:
+        function = type(self).__name__
+        device = torch.device(options.pop("device") or torch.get_default_device())
+        dtype = options.pop("dtype") or torch.get_default_dtype()
+        if options["sparse"] and optimizer is not None:
+            raise ValueError(f"{function}: sparse=True is about gradients, which a fused optimizer leaves none of")
+        engine = Engine(
+            [table], [as_layout(plan, function)], Options(function, dtype=dtype, device=device, **options), optimizer, group
+        )
+        super().__init__(table, engine.layouts[0], engine.ranks, plain=options["sparse"])
+        self.engine = engine
+        engine.attach([self])
+        self.reset_parameters()
+
+    @property
+    def optimizer(self) -> FusedOptimizer | None:
+        """The handle of a fused optimizer, for schedulers."""
+        return self.engine.optimizer
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.table.rows
+
+    @property
+    def embedding_dim(self) -> int:
+        return self.table.dim
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """First weights, the same for every layout and number of ranks. All ranks call."""
+        self.engine.reset(seed)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.engine.convert(fn)
+        return self
+
+    def _take(self, module: nn.Embedding | nn.EmbeddingBag, function: str) -> None:
+        weight = module.weight.detach()
+        agree(
+            function,
+            self.ranks,
+            same=(tuple(weight.shape), weight.sum(dtype=torch.float64).item() if not weight.is_meta else 0.0),
+            numbers=(),
+            words=lambda: (
+                f"{function}(a table of {tuple(weight.shape)} whose sum is {float(weight.sum(dtype=torch.float64))!r})"
+            ),
+            device=weight.device,
+            rule="Every rank takes its shard of its own copy: all copies must be the same.",
+        )
+        self.set_weight(weight)
+        self.weight.requires_grad_(module.weight.requires_grad)
+
+    def extra_repr(self) -> str:
+        options = [f"{self.table.rows}, {self.table.dim}, plan={str(self.layout)!r}"]
+        options += [f"mode={self.table.mode!r}"] if self.table.mode else []
+        for name in ("padding_idx", "max_norm"):
+            if getattr(self.table, name) is not None:
+                options.append(f"{name}={getattr(self.table, name)}")
+        return ", ".join(options)
+
+
+def leave(rows: Tensor, draw: torch.Generator) -> None:
+    """The weights are there already."""
