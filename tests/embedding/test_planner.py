@@ -74,10 +74,10 @@ def test_every_plan_fits_and_can_run(tables, world_size, cap, rule, batch_size):
     assert backwards.layouts == plan.layouts
 
 
-def draw_bags(table, feature, rank, longest=4):
+def draw_bags(table, rank):
     draw = torch.Generator().manual_seed(hash((table.rows, table.dim, rank)) % 2**31)
     bags = 12 + 5 * rank
-    lengths = torch.randint(0, longest + 1, (bags,), generator=draw) if table.rows else torch.zeros(bags, dtype=torch.int64)
+    lengths = torch.randint(0, 5, (bags,), generator=draw) if table.rows else torch.zeros(bags, dtype=torch.int64)
     return Ragged.from_lengths(torch.randint(max(table.rows, 1), (int(lengths.sum()),), generator=draw), lengths)
 
 
@@ -85,7 +85,7 @@ def run_step(shapes, tight):
     """Outputs and updated tables against torch's own functions on whole tables and batches."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tables = [Table(f"t{k}", rows, dim, **kind) for k, (rows, dim, kind) in enumerate(shapes)]
-    batches = [{t.name: draw_bags(t, t.name, r) for t in tables} for r in range(size)]
+    batches = [{t.name: draw_bags(t, r) for t in tables} for r in range(size)]
     cap = None
     if tight:
         with pytest.raises(ValueError, match="would do") as refused:
@@ -108,7 +108,6 @@ def run_step(shapes, tight):
                 each.append(embedding_bag(ids, weights[table.name], starts, mode=table.mode, **padding) if len(ids) else None)
             else:
                 each.append(weights[table.name][ids])
-        assert each[rank] is None or torch.equal(each[rank].isnan(), found.isnan())
         torch.testing.assert_close(found, torch.zeros_like(found) if each[rank] is None else each[rank])
         loss = loss + found.square().sum()
         expected_loss = expected_loss + sum(x.square().sum() for x in each if x is not None)
@@ -122,7 +121,7 @@ def run_step(shapes, tight):
 
 @pytest.mark.parametrize("tight", [False, True])
 def test_plan_matches_one_process(tight, ranks):
-    shapes = [(0, 3, {}), (1, 1, {}), (2, 5, KINDS[1]), (30, 1, KINDS[2]), (17, 4, KINDS[3]), (3, 40, {}), (25, 6, {})]
+    shapes = [(0, 3, {}), (1, 1, {}), (2, 5, KINDS[1]), (30, 1, KINDS[2]), (17, 4, KINDS[3]), (3, 40, {}), (300, 6, {})]
     found = ranks(run_step, shapes, tight, world_size=2)
     assert found[0] == found[1]
     assert tight <= ("row" in found[0].values())
@@ -150,6 +149,8 @@ def test_click_tables_lie_whole_and_even():
         if unique > 2048 or unique < 1024:
             assert plan.layouts[table.name].answers == ("bags" if unique > 2048 else "rows")
     assert max(plan.load) < 1.05 * min(plan.load)
+    ids = [sum(len(sample[n].values) for n, x in plan.layouts.items() if x.placed == ((rank,),)) for rank in (0, 1)]
+    assert max(ids) < 1.2 * min(ids)
     assert max(plan.memory) < 1.2 * min(plan.memory)
     summed = 2 * 2048 * 26 * 64 * 4 / 2  # of a plan that sums all bags, without its ids
     assert sum(plan.sent) / 2 < summed + 4 * sum(x.values.numel() + 2048 for x in sample.values()) / 2
@@ -174,6 +175,16 @@ def test_plan_is_no_busier_than_simple_ones(world_size):
             whole += one.load_of_all
             busy[k % world_size] += float(one.load)
         plan = plan_tables(tables, world_size)
+        load = torch.zeros(world_size)
+        for table, found in zip(tables, options, strict=True):
+            layout = plan.layouts[table.name]
+            owners = [rank for row in layout.placed for rank in row]
+            chosen = next(
+                x for x in found if (x.kind, len(x.load)) == (layout.kind, len(owners)) and layout.answers in (None, x.answers)
+            )
+            load += chosen.load_of_all
+            load[owners] += chosen.load
+        torch.testing.assert_close(torch.tensor(plan.load, dtype=torch.float32), load)
         assert max(plan.load) <= 1.1 * float(min(by_rows.max(), whole + busy.max()))
 
 
@@ -184,29 +195,28 @@ def test_estimates_of_different_ids():
     draws = torch.randint(500, (200, 800), generator=torch.Generator().manual_seed(0))
     assert expect_unique(800, 500) == pytest.approx(sum(len(x.unique()) for x in draws) / 200, rel=0.01)
     ids = torch.rand(40_000, generator=torch.Generator().manual_seed(0)).pow(8).mul(100_000).long()
-    for part, scale, tolerance in ((40_000, 0.1, 0.03), (10_000, 4, 0.06), (10_000, 0.5, 0.03)):
+    for part, scale, tolerance in ((40_000, 0.1, 0.03), (10_000, 4, 0.1), (10_000, 0.5, 0.03)):
         counts = ids[:part].unique(return_counts=True)[1].double()
         assert scale_unique(counts, scale, 100_000) == pytest.approx(len(ids[: int(part * scale)].unique()), rel=tolerance)
     assert scale_unique(torch.ones(10, dtype=torch.float64), 100, 50) == 50
 
 
 def count_traffic():
-    rank, size = dist.get_rank(), dist.get_world_size()
-    tables = [Table("few", 50, 32), Table("many", 4000, 32, features=["a", "b"]), Table("wide", 9000, 64, mode=None)]
-    draw = torch.Generator().manual_seed(rank)
+    tables = [Table("few", 50, 4), Table("many", 4000, 4, features=["a", "b"]), Table("wide", 9000, 8, mode=None)]
+    draw = torch.Generator().manual_seed(dist.get_rank())
     rows = {"few": 50, "a": 4000, "b": 4000, "wide": 9000}
     batch = {name: Ragged.from_dense(torch.randint(n, (256, 8), generator=draw)) for name, n in rows.items()}
     collection = EmbeddingCollection(tables, sample=batch, batch_size=256, optimizer=SGD(lr=1.0))
     with count_bytes() as traffic:
         found = collection(batch)
         sum((x.values if isinstance(x, Ragged) else x).sum() for x in found.values()).backward()
-    return sum(all_gather(torch.tensor([traffic.sent])).tolist()), sum(collection.plan.sent), size
+    return sum(all_gather(torch.tensor([traffic.sent])).tolist()), sum(collection.plan.sent)
 
 
 def test_bytes_are_those_that_travel(ranks):
     for size in (2, 3):
-        sent, planned, _ = ranks(count_traffic, world_size=size)[0]
-        assert planned == pytest.approx(sent, rel=0.03)
+        sent, planned = ranks(count_traffic, world_size=size)[0]
+        assert planned == pytest.approx(sent, rel=0.01)
 
 
 def plan_on_ranks():
@@ -214,7 +224,7 @@ def plan_on_ranks():
     tables = [Table("a", 1000, 8), Table("b", 500, 8)]
     samples = [Ragged.from_lists([[0] * 9] * 40), Ragged.from_dense(torch.arange(800).view(100, 8)), Ragged.from_lists([])]
     sample = {"a": samples[rank], "b": samples[rank]}
-    plans = [plan_tables(tables, size, batch_size=64, sample=sample)]
+    plan = plan_tables(tables, size, batch_size=64, sample=sample)
     for bad in ({"a": samples[0]}, {"a": samples[0], "b": Ragged(torch.rand(3), torch.tensor([0, 3]))}):
         with pytest.raises(MismatchError, match=r"a bad call on rank 1(.|\n)*feature 'b'"):
             plan_tables(tables, size, sample=bad if rank == 1 else sample)
@@ -223,13 +233,12 @@ def plan_on_ranks():
     if rank == 0:  # for other ranks than those of the group: nothing is communicated
         plan_tables(tables, 512, sample=sample)
         plan_tables(tables, size)
-    return plans[0]
+    return plan
 
 
 def test_ranks_with_different_samples_have_one_plan(ranks):
     first, *others = ranks(plan_on_ranks, world_size=3)
     assert all(plan == first for plan in others)
-    assert "rows" in str(first)
 
 
 @pytest.mark.parametrize(
@@ -257,12 +266,23 @@ def test_unusual_plans_are_explained(shapes, world_size):
         assert ("most" if world_size > 16 else f"rank {world_size - 1}") in text
 
 
+def test_norm_that_needs_whole_rows_forbids_columns():
+    kinds = [
+        plan_tables([Table("t", 4000, 64, ids_per_bag=50, max_norm=1.0, norm_type=norm)], 2).layouts["t"].kind
+        for norm in (2.0, float("inf"))
+    ]
+    assert kinds == ["column", "row"]
+
+
 def test_plan_refuses_what_does_not_fit():
     tables = [Table("small", 10, 4), Table("large", 1000, 4)]
     with pytest.raises(
-        ValueError, match=r"need 15\.9 KiB.*4 ranks with memory_per_rank=1000 have 3\.9 KiB.*'large' with 15\.6"
+        ValueError, match=r"need 15\.8 KiB.*4 x memory_per_rank=1000 is 3\.9 KiB.*'large' with 15\.6.*=4040 would"
     ):
         plan_tables(tables, 4, memory_per_rank=1000, optimizer=SGD(lr=1))
+    pieces = [Table(f"t{k}", 1, 16, **KINDS[5]) for k in range(8)]  # cannot be cut: two on each of four ranks
+    with pytest.raises(ValueError, match="memory_per_rank=128 would do"):
+        plan_tables(pieces, 4, memory_per_rank=127, optimizer=SGD(lr=1))
     for bad in ({"world_size": 0}, {"world_size": 2, "batch_size": -1}, {"world_size": 2, "tables": tables * 2}):
         with pytest.raises(ValueError, match="plan_tables: needs"):
             plan_tables(**{"tables": tables, **bad})

@@ -17,13 +17,14 @@ from unisono.embedding.answers import Answer, Question, Sink
 from unisono.embedding.families import Address, address_of, form_families
 from unisono.embedding.gradients import ParameterSink
 from unisono.embedding.layouts import Layout
+from unisono.embedding.memory import empty_rows
 from unisono.embedding.messages import Asked, consult, swap_requests
 from unisono.embedding.optimizers import FusedOptimizer, FusedSink, Rule, make_states, wide
 from unisono.embedding.pooling import Pool, Pooling, plan_pooling
 from unisono.embedding.ragged import Ragged, complain
 from unisono.embedding.requests import Request, complain_about_numbers, make_request, prepare
 from unisono.embedding.sharded_table import ShardedTable
-from unisono.embedding.stacks import Stack, renormalise, split_by_shard
+from unisono.embedding.stacks import Stack, renormalise
 from unisono.embedding.tables import Table, draw_weights, mix
 
 GradReduce = Literal["mean", "sum"]
@@ -76,7 +77,7 @@ class Engine:
         if place is None:
             return None
         shape = (family.heights[place[0]], family.kin.widths[place[1]])
-        weight = torch.empty(shape, dtype=self.options.dtype, device=self.options.device)
+        weight = empty_rows(shape, dtype=self.options.dtype, device=self.options.device)
         return Stack(family, *place, self.ranks, weight, make_states(rule, weight, self.steps))
 
     def attach(self, modules: Sequence[ShardedTable]) -> None:
@@ -109,7 +110,7 @@ class Engine:
 
     @torch.no_grad()
     def reset(self, seed: int | None = None) -> None:
-        """First weights and states. They depend on the seed of rank 0's default generator; not on layouts or the number of ranks."""
+        """First weights and states, from rank 0's default generator; the same for all layouts and numbers of ranks."""
         if seed is None:
             drawn = torch.randint(2**62, (1,), device="cpu")
             if self.ranks.size > 1:
@@ -209,20 +210,13 @@ class Engine:
     def _sink(self, like: Tensor) -> tuple[Sink, list[Tensor]]:
         parameters: list[Tensor] = [module.weight for module in self.modules]
         if self.optimizer is not None:
-            return FusedSink(self.optimizer, self.steps, self._thawed), [torch.zeros((), requires_grad=self._tied())]
+            frozen = {k for k, parameter in enumerate(parameters) if not parameter.requires_grad}
+            tie = torch.zeros((), requires_grad=len(frozen) < len(parameters))
+            return FusedSink(self.optimizer, self.steps, frozen), [tie]
         return ParameterSink(range(len(parameters)), lambda k, x: self.modules[k].shape_as(x), self.options.sparse), parameters
 
     def _tied(self) -> bool:
         return any(module.weight.requires_grad for module in self.modules)
-
-    def _thawed(self, stack: Stack, rows: Tensor) -> Tensor | None:
-        """Which rows of a stack may change; None: all."""
-        if all(self.modules[shard.table].weight.requires_grad for shard in stack.shards):
-            return None
-        parts = split_by_shard(stack, rows, rows)
-        return torch.cat(
-            [torch.full_like(own, self.modules[s.table].weight.requires_grad, dtype=torch.bool) for s, own, _ in parts]
-        )
 
     @staticmethod
     def _learns(bags: object) -> bool:

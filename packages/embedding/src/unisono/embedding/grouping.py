@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_BLOCK = 4096  # rows whose sums stay in the cache until they are used
+_BLOCK = 8192  # rows whose sums stay in the cache until they are used
 
 
 class Groups(NamedTuple):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.embedding.stacks import Stack
+from unisono.embedding.stacks import Stack, split_by_shard
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 class FusedSink:
-    """Applies gradients to the stacks as they come."""
+    """Applies gradients to the stacks as they come. `frozen`: tables that stay as they are."""
 
-    def __init__(self, optimizer: FusedOptimizer, steps: Tensor, thawed: Callable[[Stack, Tensor], Tensor | None]) -> None:
-        self.optimizer, self.steps, self.thawed = optimizer, steps, thawed
+    def __init__(self, optimizer: FusedOptimizer, steps: Tensor, frozen: Collection[int]) -> None:
+        self.optimizer, self.steps, self.frozen = optimizer, steps, frozen
 
     def begin(self) -> None:
         self.steps += 1
@@ -139,8 +139,11 @@ class FusedSink:
     @torch.no_grad()
     def take(self, stack: Stack, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
         settings, rule = self.optimizer.param_groups[0], self.optimizer.rule
-        keep = self.thawed(stack, rows)
-        if keep is not None:
+        if self.frozen:
+            parts = split_by_shard(stack, rows, rows)
+            keep = torch.cat(
+                [torch.full_like(own, shard.table not in self.frozen, dtype=torch.bool) for shard, own, _ in parts]
+            )
             rows, grads, square_sums = rows[keep], grads[keep], None if square_sums is None else square_sums[keep]
         rows = rows.to(torch.int64)
         grads = grads.to(wide(stack.weight))

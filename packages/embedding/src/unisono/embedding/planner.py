@@ -114,9 +114,9 @@ def plan_tables(
     Raises ValueError if memory does not suffice, with the memory_per_rank that would.
 
     Example:
-        >>> plan = plan_tables([Table("user", 10**7, 64), Table("word", 50_000, 64, ids_per_bag=100.0)], 2)
-        >>> {name: (layout.kind, layout.answers) for name, layout in plan.layouts.items()}
-        {'user': ('row', None), 'word': ('table', 'bags')}
+        >>> tables = [Table("user", 10**6, 64, ids_per_bag=20), Table("item", 10**6, 64, ids_per_bag=18), Table("day", 7, 64)]
+        >>> {name: (str(layout), layout.answers) for name, layout in plan_tables(tables, 2).layouts.items()}
+        {'user': ('table on 1', 'bags'), 'item': ('table on 0', 'bags'), 'day': ('table on 0', 'rows')}
     """
     names = [table.name for table in tables]
     if world_size < 1 or batch_size < 0 or len(set(names)) < len(names):
@@ -135,10 +135,10 @@ def plan_tables(
     placed = pack(choices, by_name, world_size, memory_per_rank)
     totals = weigh(placed, world_size)
     if memory_per_rank is not None and (least := int(totals.memory.max())) > memory_per_rank:
-        held = [int(options[0].memory.sum()) for options in choices]
+        held = [int(next(option for option in options if option.kind == "table").memory) for options in choices]
         raise ValueError(
-            f"plan_tables: the tables need {_bytes(sum(held))}, and {world_size} ranks with memory_per_rank={memory_per_rank} "
-            f"have {_bytes(world_size * memory_per_rank)}; the largest table is {names[held.index(max(held))]!r} with "
+            f"plan_tables: the tables need {_bytes(sum(held))}, and {world_size} x memory_per_rank={memory_per_rank} "
+            f"is {_bytes(world_size * memory_per_rank)}; the largest table is {names[held.index(max(held))]!r} with "
             f"{_bytes(max(held))}; memory_per_rank={least} would do"
         )
     planned = [_describe(t, d, p, world_size) for t, d, p in zip(tables, demands, placed, strict=True)]

@@ -103,16 +103,20 @@ def complain_about_numbers(inputs: Sequence[tuple[str, Table, Ragged]]) -> str:
     """What is wrong with ids and offsets, or nothing: one look at the numbers of all features."""
     if not inputs:
         return ""
-    found = []
-    for _, _, (ids, offsets, _) in inputs:
-        low, high = ids.aminmax() if ids.numel() else (ids.new_zeros(()), ids.new_full((), -1))
-        least = offsets.diff().amin() if offsets.numel() > 1 else offsets.new_zeros(())
-        found.append(torch.stack([x.to(torch.int64) for x in (low, high, offsets[0], offsets[-1], least)]))
-    for (feature, table, (ids, _, _)), (low, high, first, last, least) in zip(inputs, torch.stack(found).tolist(), strict=True):
-        if first != 0 or last != ids.numel() or least < 0:
+    ends = [
+        x for _, _, (ids, _, _) in inputs for x in (ids.aminmax() if ids.numel() else (ids.new_tensor(0), ids.new_tensor(-1)))
+    ]
+    edges = [x for _, _, (_, offsets, _) in inputs for x in (offsets[0], offsets[-1])]
+    falls = torch.cat([lengths for _, _, bags in inputs for lengths in (bags.lengths(),)]).lt(0).any()
+    numbers: list[int] = torch.stack([x.to(torch.int64) for x in (*ends, *edges, falls)]).tolist()  # one wait on a GPU
+    count = len(inputs)
+    for k, (feature, table, (ids, offsets, _)) in enumerate(inputs):
+        low, high, first, last = *numbers[2 * k : 2 * k + 2], *numbers[2 * (count + k) : 2 * (count + k) + 2]
+        fall = bool(numbers[-1]) and bool((offsets.diff() < 0).any())
+        if first != 0 or last != ids.numel() or fall:
             return (
                 f"feature {feature!r}: offsets must rise from 0 to the number of ids, {ids.numel()}; "
-                f"they go from {first} to {last}{' and fall between' if least < 0 else ''}"
+                f"they go from {first} to {last}{' and fall between' if fall else ''}"
             )
         if low < 0 or high >= table.rows:
             bad = low if low < 0 else high
