@@ -1,0 +1,125 @@
+"""TorchRec's tables, as contenders: an EmbeddingBagCollection under DistributedModelParallel, with a fused optimizer."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from embedding_workload import DIM, EPS, LR, POOLINGS, TABLES, Setting, Workload, feature, fill
+from torch import Tensor
+
+Plan = Literal["row", "table", "column"]
+
+
+class TorchRecTables:
+    """Row-wise Adagrad is applied in the backward, by fbgemm's kernels: on CPUs TorchRec would else choose dense gradients."""
+
+    chosen = ""
+
+    def __init__(self, work: Workload, plan: Plan, *, half_wire: bool = False) -> None:
+        silence()
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.model_parallel import DistributedModelParallel
+        from torchrec.distributed.sharding_plan import construct_module_sharding_plan
+        from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+        self.work = work
+        configs = [
+            EmbeddingBagConfig(
+                name=f"t{table}",
+                embedding_dim=DIM,
+                num_embeddings=rows,
+                feature_names=[feature(table)],
+                pooling=PoolingType.SUM,
+            )
+            for table, rows in enumerate(work.setting.rows)
+        ]
+        collection = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        sharder = EmbeddingBagCollectionSharder(
+            fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LR, "eps": EPS},
+            qcomm_codecs_registry=half_codecs() if half_wire else None,
+        )
+        size = dist.get_world_size()
+        places = construct_module_sharding_plan(
+            collection, shards(plan, work.setting, size), sharder=sharder, local_size=size, world_size=size, device_type="cpu"
+        )
+        self.model = DistributedModelParallel(
+            collection,
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=torch.device("cpu"),
+            plan=ShardingPlan({"": places}),
+            sharders=[sharder],
+        )
+        for name, weight in self.model.state_dict().items():  # embedding_bags.t0.weight and so on
+            for shard in weight.local_shards():
+                fill(shard.tensor, int(name.split(".")[1][1:]), *shard.metadata.shard_offsets)
+        self.lengths = torch.cat([torch.full((work.setting.batch,), pooling) for pooling in POOLINGS])
+        self.gradient: Tensor | None = None
+
+    def prepare(self, step: int) -> Any:
+        from torchrec import KeyedJaggedTensor
+
+        features = [feature(table) for table in range(TABLES)]
+        return KeyedJaggedTensor.from_lengths_sync(features, torch.cat(self.work.ids[step]), self.lengths)
+
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        pooled: dict[str, Tensor] = self.model(batch).to_dict()
+        return pooled
+
+    def step(self, batch: Any) -> None:
+        pooled = self.model(batch)
+        values = pooled.values()  # all features side by side, in an order of its own: as cheap as can be
+        if self.gradient is None:
+            self.gradient = torch.cat([self.work.upstream[int(key[1:])] for key in pooled.keys()], dim=1)  # noqa: SIM118
+        values.backward(self.gradient)
+
+
+def shards(plan: Plan, setting: Setting, size: int) -> dict[str, Any]:
+    """How each table is sharded."""
+    from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
+
+    fused = {"compute_kernel": "fused"}
+    if plan == "row":
+        return {f"t{table}": row_wise(**fused) for table in range(TABLES)}
+    if plan == "column":
+        return {f"t{table}": column_wise(ranks=list(range(size)), **fused) for table in range(TABLES)}
+    return {f"t{table}": table_wise(rank=rank, **fused) for table, rank in enumerate(place_tables(setting, size))}
+
+
+def place_tables(setting: Setting, size: int) -> list[int]:
+    """The rank of each table, such that neither ids nor rows are far from even. TorchRec's own planner does worse."""
+    shares = [(p / sum(POOLINGS), r / sum(setting.rows)) for p, r in zip(POOLINGS, setting.rows, strict=True)]
+
+    def greedy(weight: float) -> tuple[float, list[int]]:
+        """The costliest first, each to the rank that has least; and the largest share of ids or of rows on a rank."""
+        cost = [weight * ids + (1 - weight) * rows for ids, rows in shares]
+        load, ranks = [0.0] * size, [0] * TABLES
+        for table in sorted(range(TABLES), key=lambda table: -cost[table]):
+            ranks[table] = load.index(min(load))
+            load[ranks[table]] += cost[table]
+        held = [
+            [sum(s[kind] for s, r in zip(shares, ranks, strict=True) if r == rank) for rank in range(size)] for kind in (0, 1)
+        ]
+        return max(map(max, held)), ranks
+
+    return min(greedy(step / 20) for step in range(21))[1]
+
+
+def half_codecs() -> dict[str, Any]:
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+
+    config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)
+    codecs: dict[str, Any] = get_qcomm_codecs_registry(config, device=torch.device("cpu"))
+    return codecs
+
+
+def silence() -> None:
+    """TorchRec warns of what it does itself."""
+    warnings.simplefilter("ignore")
+    for name in ("torchrec", "torch.fx._symbolic_trace", "root"):
+        logging.getLogger(name).setLevel(logging.ERROR)
