@@ -12,8 +12,8 @@ from torch.nn.functional import embedding_bag
 
 from unisono.collectives import MismatchError, all_gather, count_bytes
 from unisono.embedding import SGD, Adagrad, Adam, EmbeddingCollection, Ragged, RowwiseAdagrad, Table, plan_tables
-from unisono.embedding.demands import expect_demand, expect_unique, scale_unique
-from unisono.embedding.footprints import list_options, set_prices
+from unisono.embedding.planning.demands import expect_demand, expect_unique, scale_unique
+from unisono.embedding.planning.footprints import list_options, set_prices
 
 RULES = [None, SGD(lr=1), RowwiseAdagrad(lr=1), Adagrad(lr=1), Adam(lr=1)]
 KINDS = [
@@ -268,10 +268,10 @@ def test_unusual_plans_are_explained(shapes, world_size):
 
 def test_norm_that_needs_whole_rows_forbids_columns():
     kinds = [
-        plan_tables([Table("t", 4000, 64, ids_per_bag=50, max_norm=1.0, norm_type=norm)], 2).layouts["t"].kind
+        plan_tables([Table("t", 10**6, 64, ids_per_bag=50, max_norm=1.0, norm_type=norm)], 2).layouts["t"].kind
         for norm in (2.0, float("inf"))
     ]
-    assert kinds == ["column", "row"]
+    assert kinds[0] == "column" != kinds[1]
 
 
 def test_plan_refuses_what_does_not_fit():

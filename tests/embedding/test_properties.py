@@ -1,4 +1,4 @@
-"""Any table, layout, split of the batch and option that hypothesis can think of gives what torch.nn gives with the whole batch."""
+"""Any table, layout, split and option that hypothesis can think of gives what torch.nn gives with the whole batch."""
 
 from typing import Any
 from unittest import mock
@@ -11,9 +11,20 @@ from torch import Tensor, nn
 
 from tests.embedding.whole_table import local_gradient
 from unisono.collectives.testing import run_ranks
-from unisono.embedding import SGD, EmbeddingCollection, Layout, Ragged, ShardedEmbedding, ShardedEmbeddingBag, Table, grouping, pooling
+from unisono.embedding import (
+    SGD,
+    EmbeddingCollection,
+    Layout,
+    Ragged,
+    ShardedEmbedding,
+    ShardedEmbeddingBag,
+    Table,
+    grouping,
+    pooling,
+)
 
-relaxed = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settled = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
+OPTIONS = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
 
 
 @st.composite
@@ -36,9 +47,12 @@ def layouts(draw: Any, size: int) -> Layout:
 
 
 @st.composite
-def tables(draw: Any, size: int) -> dict[str, Any]:
+def tables(draw: Any, size: int, most_features: int) -> dict[str, Any]:
     mode = draw(st.sampled_from(["sum", "mean", "max", None]))
     rows = draw(st.integers(1, 9))
+    by_frequency = mode != "max" and draw(st.booleans())
+    features = 1 if by_frequency else most_features  # torch counts the ids of one call, which is one feature
+    bags = st.lists(st.integers(0, 4), max_size=4)
     return {
         "rows": rows,
         "dim": draw(st.integers(1, 5)),
@@ -47,19 +61,17 @@ def tables(draw: Any, size: int) -> dict[str, Any]:
         "padding_idx": draw(st.none() | st.integers(-rows, rows - 1)),
         "max_norm": draw(st.sampled_from([None, None, 0.7, 1.5])),
         "norm_type": draw(st.sampled_from([2.0, 1.0, 3.5, float("inf")])),
-        "scale_grad_by_freq": mode != "max" and draw(st.booleans()),
+        "scale_grad_by_freq": by_frequency,
         "weights": draw(st.sampled_from(["none", "fixed", "learned"])) if mode == "sum" else "none",
+        "lengths": draw(st.lists(st.lists(bags, min_size=size, max_size=size), min_size=1, max_size=features)),
     }
 
 
 @st.composite
 def cases(draw: Any, most_tables: int) -> dict[str, Any]:
     size = draw(st.sampled_from([1, 2, 3, 4]))
-    bags = st.lists(st.integers(0, 4), max_size=4)
-    each = draw(st.lists(tables(size), min_size=1, max_size=most_tables))
     return {
-        "tables": each,
-        "lengths": [draw(st.lists(bags, min_size=size, max_size=size)) for _ in each],
+        "tables": draw(st.lists(tables(size, 1 if most_tables == 1 else 2), min_size=1, max_size=most_tables)),
         "dtype": draw(st.sampled_from([torch.float64, torch.float32])),
         "ints": draw(st.lists(st.sampled_from([torch.int64, torch.int32]), min_size=size, max_size=size)),
         "form": draw(st.sampled_from(["offsets", "last offset", "matrix"])),
@@ -71,11 +83,11 @@ def cases(draw: Any, most_tables: int) -> dict[str, Any]:
     }
 
 
-def draw_bags(case: dict[str, Any], table: int, rank: int) -> Ragged:
-    spec, lengths = case["tables"][table], case["lengths"][table][rank]
+def draw_bags(case: dict[str, Any], spec: dict[str, Any], feature: int, rank: int) -> Ragged:
+    lengths = spec["lengths"][feature][rank]
     if case["form"] == "matrix":
         lengths = [max([0, *lengths])] * len(lengths)
-    draw = torch.Generator().manual_seed(1000 * case["seed"] + 10 * table + rank)
+    draw = torch.Generator().manual_seed(1000 * case["seed"] + 100 * spec["dim"] + 10 * feature + rank)
     ids = torch.randint(spec["rows"], (sum(lengths),), generator=draw, dtype=case["ints"][rank])
     weights = torch.randn(len(ids), generator=draw, dtype=case["dtype"]) if spec["weights"] != "none" else None
     return Ragged.from_lengths(ids, torch.tensor(lengths, dtype=torch.int64), weights)
@@ -89,49 +101,40 @@ def join(parts: list[Ragged]) -> Ragged:
 
 def look_up_whole(spec: dict[str, Any], weight: Tensor, bags: Ragged) -> Tensor:
     """By torch, in one process."""
-    options = {key: spec[key] for key in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")}
+    options = {key: spec[key] for key in OPTIONS}
     if spec["mode"] is None:
         return nn.functional.embedding(bags.values, weight, **options)
-    return nn.functional.embedding_bag(
-        bags.values, weight, bags.offsets, mode=spec["mode"], per_sample_weights=bags.weights, include_last_offset=True, **options
-    )
+    options |= {"mode": spec["mode"], "per_sample_weights": bags.weights, "include_last_offset": True}
+    return nn.functional.embedding_bag(bags.values, weight, bags.offsets, **options)
 
 
-class Whole:
-    """What all ranks must get for one table: values, gradients, the table itself."""
+class Expected:
+    """What this rank must get for one feature; the gradient and the changes of the whole table go to `weight`."""
 
-    def __init__(self, case: dict[str, Any], table: int, weight: Tensor) -> None:
-        spec, size = case["tables"][table], dist.get_world_size()
-        self.parts = [draw_bags(case, table, rank) for rank in range(size)]
-        bags = join(self.parts)
-        self.learned = spec["weights"] == "learned"
-        if self.learned:
-            bags.weights.requires_grad_()
-        self.weight = weight.clone().requires_grad_()
-        out = look_up_whole(spec, self.weight, bags)
+    def __init__(self, case: dict[str, Any], spec: dict[str, Any], feature: int, weight: Tensor) -> None:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        parts = [draw_bags(case, spec, feature, r) for r in range(size)]
+        whole, self.mine = join(parts), parts[rank]
+        learned = spec["weights"] == "learned"
+        if learned:
+            for bags in (whole, self.mine):
+                bags.weights.requires_grad_()
+        out = look_up_whole(spec, weight, whole)
         upstream = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(case["seed"]))
         (out * upstream).sum().backward()
-        self.gradient = self.weight.grad / (size if case["grad_reduce"] == "mean" else 1)
-        counts = [part.values.numel() if spec["mode"] is None else part.lengths().numel() for part in self.parts]
-        rank = dist.get_rank()
+        counts = [part.values.numel() if spec["mode"] is None else part.lengths().numel() for part in parts]
         self.out, self.upstream = out.detach().split(counts)[rank], upstream.split(counts)[rank]
-        ids = [part.values.numel() for part in self.parts]
-        self.weight_gradient = bags.weights.grad.split(ids)[rank] if self.learned else None
+        self.weight_gradient = whole.weights.grad.split([part.values.numel() for part in parts])[rank] if learned else None
 
-    def mine(self) -> Ragged:
-        bags = self.parts[dist.get_rank()]
-        if self.learned:
-            bags.weights.requires_grad_()
-        return bags
+    def compare(self, out: Tensor) -> None:
+        close(out, self.out)
+        if self.weight_gradient is not None:
+            close(self.mine.weights.grad, self.weight_gradient)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
     exact = expected.dtype == torch.float64
     torch.testing.assert_close(found, expected, rtol=1e-7 if exact else 1e-4, atol=1e-9 if exact else 1e-5)
-
-
-def small_blocks(case: dict[str, Any]) -> Any:
-    return mock.patch.multiple(grouping, _BLOCK=case["block"]), mock.patch.multiple(pooling, _BLOCK=case["block"])
 
 
 def call(module: ShardedEmbedding | ShardedEmbeddingBag, bags: Ragged, form: str) -> Tensor:
@@ -149,7 +152,7 @@ def call(module: ShardedEmbedding | ShardedEmbeddingBag, bags: Ragged, form: str
 def one_table(case: dict[str, Any]) -> None:
     (spec,) = case["tables"]
     torch.manual_seed(case["seed"])
-    options = {key: spec[key] for key in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")}
+    options = {key: spec[key] for key in OPTIONS}
     ours = {"grad_reduce": case["grad_reduce"], "sparse": case["sparse"]}
     if spec["mode"] is None:
         dense: Any = nn.Embedding(spec["rows"], spec["dim"], dtype=case["dtype"], **options)
@@ -158,59 +161,51 @@ def one_table(case: dict[str, Any]) -> None:
         options |= {"mode": spec["mode"], "include_last_offset": case["form"] == "last offset"}
         dense = nn.EmbeddingBag(spec["rows"], spec["dim"], dtype=case["dtype"], **options)
         module = ShardedEmbeddingBag.from_dense(dense, spec["layout"], **ours)
-    whole = Whole(case, 0, dense.weight.detach())
-    bags = whole.mine()
-    first, second = small_blocks(case)
-    with first, second:
-        out = call(module, bags, case["form"])
-        (out * whole.upstream).sum().backward()
-    close(out, whole.out)
-    close(local_gradient(module), whole.gradient)
-    close(module.full_weight(), whole.weight.detach())  # max_norm changes it
-    if whole.learned:
-        close(bags.weights.grad, whole.weight_gradient)
+    expected = Expected(case, spec, 0, dense.weight)
+    with mock.patch.object(grouping, "_BLOCK", case["block"]), mock.patch.object(pooling, "_BLOCK", case["block"]):
+        out = call(module, expected.mine, case["form"])
+        (out * expected.upstream).sum().backward()
+    expected.compare(out)
+    close(local_gradient(module), dense.weight.grad / (dist.get_world_size() if case["grad_reduce"] == "mean" else 1))
+    close(module.full_weight(), dense.weight.detach())  # max_norm changes it
 
 
-@relaxed
+@settings(max_examples=40, **settled)
 @given(case=cases(most_tables=1))
 def test_one_table_matches_one_process(case):
     run_ranks(one_table, case, world_size=len(case["ints"]))
 
 
 def many_tables(case: dict[str, Any]) -> None:
-    made = [
-        Table(f"t{k}", mode=spec["mode"], **{key: spec[key] for key in KEYS}) for k, spec in enumerate(case["tables"])
-    ]
+    specs = {f"t{k}": spec for k, spec in enumerate(case["tables"])}
+    names = {name: [f"{name} {k}" for k in range(len(spec["lengths"]))] for name, spec in specs.items()}
+    keys = ("rows", "dim", "mode", *OPTIONS)
     collection = EmbeddingCollection(
-        made,
-        plan={f"t{k}": spec["layout"] for k, spec in enumerate(case["tables"])},
+        [Table(name, features=names[name], **{key: spec[key] for key in keys}) for name, spec in specs.items()],
+        plan={name: spec["layout"] for name, spec in specs.items()},
         optimizer=SGD(lr=0.5) if case["fused"] else None,
         sparse=case["sparse"] and not case["fused"],
         grad_reduce=case["grad_reduce"],
         dtype=case["dtype"],
     )
-    wholes = {f"t{k}": Whole(case, k, collection.tables[f"t{k}"].full_weight()) for k in range(len(made))}
-    batch = {name: whole.mine() for name, whole in wholes.items()}
-    first, second = small_blocks(case)
-    with first, second:
-        out = {name: x.values if isinstance(x, Ragged) else x for name, x in collection(batch).items()}
-        sum((out[name] * whole.upstream).sum() for name, whole in wholes.items()).backward()
-    for name, whole in wholes.items():
-        close(out[name], whole.out)
-        module, after = collection.tables[name], whole.weight.detach()
-        if case["fused"]:
-            after = after - 0.5 * whole.gradient
-        else:
-            close(local_gradient(module), whole.gradient)
-        close(module.full_weight(), after)
-        if whole.learned:
-            close(batch[name].weights.grad, whole.weight_gradient)
+    weights = {name: module.full_weight().requires_grad_() for name, module in collection.tables.items()}
+    expected = {
+        feature: Expected(case, spec, k, weights[name]) for name, spec in specs.items() for k, feature in enumerate(names[name])
+    }
+    with mock.patch.object(grouping, "_BLOCK", case["block"]), mock.patch.object(pooling, "_BLOCK", case["block"]):
+        out = collection({feature: x.mine for feature, x in expected.items()})
+        rows = {feature: x.values if isinstance(x, Ragged) else x for feature, x in out.items()}
+        sum((rows[feature] * x.upstream).sum() for feature, x in expected.items()).backward()
+    for feature, x in expected.items():
+        x.compare(rows[feature])
+    for name, module in collection.tables.items():
+        gradient = weights[name].grad / (dist.get_world_size() if case["grad_reduce"] == "mean" else 1)
+        if not case["fused"]:
+            close(local_gradient(module), gradient)
+        close(module.full_weight(), weights[name].detach() - 0.5 * gradient * case["fused"])
 
 
-KEYS = ("rows", "dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
-
-
-@relaxed
+@settings(max_examples=30, **settled)
 @given(case=cases(most_tables=4))
 def test_many_tables_match_one_process(case):
     run_ranks(many_tables, case, world_size=len(case["ints"]))

@@ -16,7 +16,7 @@ from unisono.collectives.groups import Ranks, process_group, resolve
 from unisono.embedding.engine import Engine, GradReduce, Options, Step
 from unisono.embedding.layouts import Layout, as_layout
 from unisono.embedding.optimizers import FusedOptimizer, Rule
-from unisono.embedding.planner import Plan, plan_tables
+from unisono.embedding.planning.planner import Plan, plan_tables
 from unisono.embedding.ragged import Ragged
 from unisono.embedding.sharded_table import ShardedTable
 from unisono.embedding.tables import Table

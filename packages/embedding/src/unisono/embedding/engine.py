@@ -203,9 +203,7 @@ class Engine:
         table, layout = self.tables[number], self.layouts[number]
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             return False
-        possible = table.mode in ("sum", "mean") and not table.scale_grad_by_freq
-        possible = possible and not (table.max_norm is not None and table.padding_idx is not None)
-        return possible and layout.kind in ("table", "column") and layout.answers != "rows"
+        return table.summable and layout.kind in ("table", "column") and layout.answers != "rows"
 
     def _sink(self, like: Tensor) -> tuple[Sink, list[Tensor]]:
         parameters: list[Tensor] = [module.weight for module in self.modules]
@@ -221,7 +219,7 @@ class Engine:
     @staticmethod
     def _learns(bags: object) -> bool:
         weights = getattr(bags, "weights", None)
-        return weights is not None and weights.requires_grad and torch.is_grad_enabled()
+        return isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()
 
     def _join_weights(self, request: Request, like: Tensor) -> Tensor | None:
         if all(asking.weights is None for asking in request.rows):
@@ -236,8 +234,8 @@ class Engine:
                 return f"feature {name!r} looks into no table; the features are {', '.join(self.features)}"
             if problem := complain(f"feature {name!r}", bags):
                 return problem
-            if bags.values.device.type != self.options.device.type:
-                return f"feature {name!r} is on {bags.values.device}, its table on {self.options.device}"
+            if away := [x for x in bags if x is not None and x.device.type != self.options.device.type]:
+                return f"feature {name!r} is on {away[0].device}, its table on {self.options.device}"
             if bags.weights is not None and self.tables[self.features[name]].mode != "sum":
                 return f"feature {name!r}: weights go with mode='sum' only, not with {self.tables[self.features[name]].mode!r}"
         if missing := [name for name in self.features if name not in inputs]:

@@ -86,7 +86,7 @@ class Address(NamedTuple):
 
     def keys(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         if len(self.shifts) == 1:
-            return torch.add(ids, self.shifts[0]).to(dtype)
+            return torch.add(ids.to(dtype), self.shifts[0])
         shifts = torch.tensor(self.shifts, dtype=dtype, device=ids.device)
         return shifts.index_select(0, torch.div(ids, self.size, rounding_mode="floor")).add_(ids)
 

@@ -122,6 +122,8 @@ def _as_bags(input: Tensor, offsets: Tensor | None, weights: Tensor | None, incl
     if input.ndim == 2:
         if offsets is not None:
             return "offsets must be None if input is 2-D: its rows are the bags", nothing
+        if weights is not None and not isinstance(weights, Tensor):
+            return f"per_sample_weights: expected a Tensor, got {type(weights).__name__}", nothing
         if weights is not None and weights.shape != input.shape:
             return f"per_sample_weights has shape {tuple(weights.shape)}, but input {tuple(input.shape)}", nothing
         return "", Ragged.from_dense(input, weights)

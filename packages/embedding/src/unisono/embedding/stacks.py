@@ -75,7 +75,7 @@ def renormalise(stack: Stack | None, rows: Tensor, family: Family, ranks: Ranks)
         if stack is None:
             return
     scales = torch.where(norms > family.kin.max_norm, family.kin.max_norm / (norms + 1e-7), torch.ones_like(norms))
-    stack.weight.index_copy_(0, unique.to(torch.int64), found * scales[:, None])
+    stack.weight.index_copy_(0, unique.to(torch.int64), (found * scales[:, None]).to(found.dtype))
 
 
 def _norm_over_columns(found: Tensor, power: float, family: Family, ranks: Ranks) -> Tensor:

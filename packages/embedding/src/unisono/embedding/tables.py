@@ -56,6 +56,13 @@ class Table:
         if self.padding_idx is not None and self.padding_idx < 0:
             object.__setattr__(self, "padding_idx", self.rows + self.padding_idx)
 
+    @property
+    def summable(self) -> bool:
+        """Whether the rank that holds the rows can sum a bag for another: no maxima, and nothing that needs each row."""
+        if self.mode not in ("sum", "mean") or self.scale_grad_by_freq:
+            return False
+        return self.max_norm is None or self.padding_idx is None  # a padding row is not summed, but renormalised
+
     def _complaint(self) -> str:
         if not self.name or "." in self.name:
             return "the name must not be empty or have a dot, since it is part of a key of state_dict"
@@ -67,6 +74,8 @@ class Table:
             return f"padding_idx={self.padding_idx} must be within the {self.rows} rows"
         if self.mode == "max" and self.scale_grad_by_freq:
             return "scale_grad_by_freq does not go with mode='max', as in torch.nn.EmbeddingBag"
+        if self.ids_per_bag < 0:
+            return f"ids_per_bag={self.ids_per_bag} must not be negative"
         if len(set(self.features)) < len(self.features):
             return f"features={self.features} has a name twice"
         return ""

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unisono.embedding.hash_table import Distinct, HashTable, divide, mix
+from unisono.embedding.vocabulary.hash_table import Distinct, HashTable, divide, mix
 
 Eviction = Literal["least_recent", "least_frequent"]
 _NEVER = 2**63 - 1

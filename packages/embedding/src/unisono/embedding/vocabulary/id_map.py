@@ -15,8 +15,8 @@ from unisono.collectives.checking import describe
 from unisono.collectives.groups import Ranks, process_group, resolve
 from unisono.collectives.sizes import exchange
 from unisono.collectives.tracing import untraced
-from unisono.embedding.hash_table import MOST_SLOTS, distinct, divide
-from unisono.embedding.slots import Eviction, Slots
+from unisono.embedding.vocabulary.hash_table import MOST_SLOTS, distinct, divide
+from unisono.embedding.vocabulary.slots import Eviction, Slots
 
 
 def hash_strings(texts: Sequence[str]) -> Tensor:
@@ -26,7 +26,7 @@ def hash_strings(texts: Sequence[str]) -> Tensor:
     with a probability of 2^-64; of 100 million texts, some two have with one of 0.03 %.
 
     Example:
-        >>> from unisono.embedding.id_map import hash_strings
+        >>> from unisono.embedding.vocabulary.id_map import hash_strings
         >>> hash_strings(["user:17", "user:18"])
         tensor([ 575456571000080189, 1544471866406468602])
     """
@@ -65,7 +65,7 @@ class IdMap(nn.Module):
 
     Example, with the ids of any number of ranks:
         >>> import torch
-        >>> from unisono.embedding.id_map import IdMap
+        >>> from unisono.embedding.vocabulary.id_map import IdMap
         >>> id_map = IdMap(capacity=100, shards=1, threshold=2)
         >>> id_map(torch.tensor([[-7, 10**18], [-7, 5]]))
         tensor([[1, 0],

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.embedding.footprints import Option
+from unisono.embedding.planning.footprints import Option
 
 _ANY = 2**62  # more than any rank has
 _NEAR = 1.05  # loads that are as good as equal

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.embedding.demands import Demand
 from unisono.embedding.layouts import Answers, Kind, Layout, chunk_size
 from unisono.embedding.optimizers import RowwiseAdagrad, Rule
+from unisono.embedding.planning.demands import Demand
 from unisono.embedding.tables import Table
 
 _ID = 4  # bytes of a row number that travels
@@ -79,9 +79,7 @@ def list_options(table: Table, demand: Demand, prices: Prices) -> list[Option]:
 
 def can_sum(table: Table, demand: Demand) -> bool:
     """Whether an owner may answer with sums of bags, as the engine has it."""
-    renormalises_padding = table.max_norm is not None and table.padding_idx is not None
-    pooled = table.mode in ("sum", "mean") and not table.scale_grad_by_freq
-    return pooled and not renormalises_padding and not demand.learned
+    return table.summable and not demand.learned
 
 
 def _list_cuts(table: Table, world_size: int) -> Iterator[tuple[Kind, int]]:

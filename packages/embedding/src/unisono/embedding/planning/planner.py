@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from unisono.collectives import Group
-from unisono.embedding.demands import Demand, count_demands, expect_demand
-from unisono.embedding.footprints import can_sum, list_options, set_prices
 from unisono.embedding.layouts import Answers, Layout
 from unisono.embedding.optimizers import Rule
-from unisono.embedding.packing import Placed, pack, weigh
+from unisono.embedding.planning.demands import Demand, count_demands, expect_demand
+from unisono.embedding.planning.footprints import can_sum, list_options, set_prices
+from unisono.embedding.planning.packing import Placed, pack, weigh
 from unisono.embedding.ragged import Ragged
 from unisono.embedding.tables import Table
 

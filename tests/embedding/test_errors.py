@@ -1,0 +1,277 @@
+"""A bad look-up on one rank is the same clear error on all of them, and the next one works."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unisono.collectives import MismatchError
+from unisono.embedding import (
+    SGD,
+    EmbeddingCollection,
+    IdOutOfRange,
+    Layout,
+    Ragged,
+    ShardedEmbedding,
+    ShardedEmbeddingBag,
+    Table,
+)
+
+IDS, OFFSETS, WEIGHTS = torch.tensor([1, 5, 2]), torch.tensor([0, 2]), torch.ones(3)
+BAGS = Ragged(IDS, torch.tensor([0, 2, 3]))
+BATCH = {"user": BAGS, "seen": torch.tensor([[1, 2], [3, 3]]), "word": torch.tensor([4, 0])}
+
+# (the good arguments, {case: (what the last rank gives instead, what the error says)}) for each module
+BAD_IDS = {
+    "negative": ([torch.tensor([2, -1])], "id -1 at position 1 of feature 'weight' is out of range: table 'weight' has 7 rows"),
+    "too large": ([torch.tensor([[2, 7]])], "id 7 at position 1 of feature 'weight' is out of range"),
+    "int32": ([torch.tensor([7], dtype=torch.int32)], "id 7 at position 0"),
+    "far too large": ([torch.tensor([2**40])], "id 1099511627776 at position 0"),
+    "float": ([torch.ones(2)], "values: expected int32 or int64 numbers, got torch.float32 (2,)"),
+    "int8": ([torch.ones(2, dtype=torch.int8)], "got torch.int8 (2,)"),
+    "bool": ([torch.tensor(True)], "got torch.bool (1,)"),
+    "list": ([[1, 2]], "input: expected a Tensor, got list"),
+    "nothing": ([None], "input: expected a Tensor, got NoneType"),
+    "device": ([IDS.to("meta")], "is on meta, its table on cpu"),
+}
+BAD_BAGS = {
+    "negative": ([IDS - 2, OFFSETS], "id -1 at position 0 of feature 'weight' is out of range: table 'weight' has 7 rows"),
+    "too large": ([IDS + 2, OFFSETS], "id 7 at position 1"),
+    "float": ([IDS.float(), OFFSETS], "values: expected int32 or int64 numbers, got torch.float32 (3,)"),
+    "list": ([[1, 2], OFFSETS], "input: expected a Tensor, got list"),
+    "number": ([torch.tensor(3), OFFSETS], "input: expected 1 or 2 dimensions, got shape ()"),
+    "cube": ([torch.ones(1, 1, 1, dtype=torch.int64)], "input: expected 1 or 2 dimensions, got shape (1, 1, 1)"),
+    "no offsets": ([IDS], "offsets must be a 1-D Tensor if input is 1-D"),
+    "2-D offsets": ([IDS, OFFSETS[None]], "offsets must be a 1-D Tensor if input is 1-D"),
+    "list of offsets": ([IDS, [0, 2]], "offsets must be a 1-D Tensor if input is 1-D"),
+    "float offsets": ([IDS, OFFSETS.float()], "offsets: expected int32 or int64 numbers, got torch.float32"),
+    "offsets too many": ([IDS[None], OFFSETS], "offsets must be None if input is 2-D"),
+    "first offset": ([IDS, OFFSETS + 1], "offsets must rise from 0 to the number of ids, 3; they go from 1 to 3"),
+    "falling offsets": ([IDS, torch.tensor([0, 2, 1])], "they go from 0 to 3 and fall between"),
+    "last offset": ([IDS, torch.tensor([0, 4])], "offsets must rise from 0 to the number of ids, 3"),
+    "ids but no bags": ([IDS, OFFSETS[:0]], "offsets must rise from 0 to the number of ids, 3; they go from 3 to 3"),
+}
+BAD_WEIGHTS = {
+    "too few": ([IDS, OFFSETS, WEIGHTS[:2]], "weights: expected 3, one for each id, got (2,)"),
+    "2-D": ([IDS, OFFSETS, WEIGHTS[None]], "weights: expected 3, one for each id, got (1, 3)"),
+    "too few in rows": ([IDS[None], None, WEIGHTS], "per_sample_weights has shape (3,), but input (1, 3)"),
+    "integers": ([IDS, OFFSETS, IDS], "weights: expected floating point numbers, got torch.int64"),
+    "list": ([IDS, OFFSETS, [1.0, 1.0, 1.0]], "weights: expected 3, one for each id, got list"),
+    "list in rows": ([IDS[None], None, [[1.0, 1.0, 1.0]]], "per_sample_weights: expected a Tensor, got list"),
+    "only here not": ([IDS, OFFSETS], "with or without weights"),
+    "only here learned": ([IDS, OFFSETS, WEIGHTS.clone().requires_grad_()], "features weight*+; gradients: True"),
+}
+BAD_LAST = {
+    "no offsets": ([IDS, OFFSETS[:0]], "offsets must have one number more than there are bags, got none"),
+    "last offset": ([IDS, OFFSETS], "offsets must rise from 0 to the number of ids, 3; they go from 0 to 2"),
+}
+BAD_MEAN = {"weights": ([IDS, OFFSETS, WEIGHTS], "weights go with mode='sum' only, not with 'mean'")}
+BAD_BATCH = {
+    "id": (
+        [{**BATCH, "seen": torch.tensor([[2, 9]])}],
+        "id 9 at position 1 of feature 'seen' is out of range: table 'item' has 9",
+    ),
+    "list": ([[BAGS]], "features: expected a dict from feature to Ragged or Tensor, got list"),
+    "missing": ([{"user": BAGS, "word": IDS}], "missing features: seen"),
+    "nothing": ([{}], "missing features: user, seen, word"),
+    "unknown": ([{**BATCH, "usr": BAGS}], "feature 'usr' looks into no table; the features are user, seen, word"),
+    "a list": ([{**BATCH, "user": [1, 2]}], "a feature must be a Ragged, a jagged tensor, or a tensor"),
+    "a cube": ([{**BATCH, "user": torch.ones(1, 1, 1)}], "a feature must be a Ragged, a jagged tensor, or a tensor"),
+    "a tuple": ([{**BATCH, "user": tuple(BAGS)}], "got tuple"),
+    "float": ([{**BATCH, "user": torch.ones(2)}], "feature 'user': values: expected int32 or int64 numbers"),
+    "offsets": ([{**BATCH, "user": Ragged(IDS, OFFSETS)}], "feature 'user': offsets must rise from 0 to the number of ids, 3"),
+    "lists": ([{**BATCH, "user": Ragged([1], [0, 1])}], "feature 'user': values: expected int32 or int64 numbers, got list"),
+    "weights": ([{**BATCH, "user": Ragged(IDS, BAGS.offsets, [1.0])}], "feature 'user': weights: expected 3, one for each id"),
+    "weights of a mean": (
+        [{**BATCH, "seen": Ragged(IDS, BAGS.offsets, WEIGHTS)}],
+        "feature 'seen': weights go with mode='sum' only, not with 'mean'",
+    ),
+    "weights of rows": (
+        [{**BATCH, "word": Ragged(IDS, BAGS.offsets, WEIGHTS)}],
+        "weights go with mode='sum' only, not with None",
+    ),
+    "some weights": ([{**BATCH, "user": Ragged(IDS, BAGS.offsets, WEIGHTS)}], "features seen, user*, word"),
+}
+TABLES = [Table("user", 7, 2), Table("item", 9, 4, ["seen"], mode="mean"), Table("word", 6, 2, mode=None)]
+
+
+def modules(plan: str | Layout):
+    """Each with its good arguments and its bad ones."""
+    bag = ShardedEmbeddingBag(7, 2, mode="sum", plan=plan)
+    yield ShardedEmbedding(7, 2, plan=plan), [IDS], BAD_IDS
+    yield bag, [IDS, OFFSETS], BAD_BAGS
+    yield bag, [IDS, OFFSETS, WEIGHTS], BAD_WEIGHTS
+    yield ShardedEmbeddingBag(7, 2, mode="sum", include_last_offset=True, plan=plan), BAGS[:2], BAD_LAST
+    yield ShardedEmbeddingBag(7, 2, mode="mean", plan=plan), [IDS, OFFSETS], BAD_MEAN
+    yield EmbeddingCollection(TABLES, plan=plan), [BATCH], BAD_BATCH
+
+
+def one_rank_is_wrong(plan: str | Layout) -> list[str]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    messages = []
+    for module, good, bad in modules(plan):
+        expected = module(*good)
+        for name, (arguments, text) in bad.items():
+            kind = IdOutOfRange if " id " in f" {text}" and " at position " in text else MismatchError
+            with pytest.raises(kind) as caught:
+                module(*(arguments if rank == size - 1 else good))
+            message = str(caught.value)
+            assert text in message and type(module).__name__ in message, f"{name}: {message}"
+            assert f"rank {size - 1}" in message, message
+            messages.append(message)
+            torch.testing.assert_close(module(*good), expected)
+    return messages
+
+
+@pytest.mark.parametrize("plan", ["row", "column", "table"])
+def test_all_ranks_raise_the_same_error(plan, ranks):
+    found = ranks(one_rank_is_wrong, plan, world_size=3)
+    assert found[0] == found[1] == found[2]
+
+
+def test_one_rank_alone_raises_the_same():
+    for module, good, bad in modules("row"):
+        for name, (arguments, text) in bad.items():
+            if name not in ("only here not", "only here learned", "some weights"):
+                with pytest.raises(MismatchError) as caught:
+                    module(*arguments)
+                assert text in str(caught.value), f"{name}: {caught.value}"
+        module(*good)
+
+
+def an_id_is_an_index_error() -> None:
+    table = ShardedEmbedding(7, 2)
+    with pytest.raises(IndexError, match=r"id -3 .* has 7 rows, 0 to 6") as caught:
+        table(torch.tensor([1]) if dist.get_rank() == 0 else torch.tensor([0, 2, 1, -3, -2, 9]))
+    assert isinstance(caught.value, ValueError) and "rank 1: id -3 at position 3" in str(caught.value), caught.value
+
+
+def test_an_id_out_of_range_is_an_index_error_that_names_rank_and_place(ranks):
+    ranks(an_id_is_an_index_error, world_size=2)
+
+
+def gradients_on_some_ranks() -> None:
+    odd = dist.get_rank() == 1
+    for plan in ("row", "table", "replicated"):
+        table = ShardedEmbedding(7, 2, plan=plan)
+        with torch.set_grad_enabled(not odd), pytest.raises(MismatchError, match=r"rank 1: .*gradients: False"):
+            table(IDS)
+        table.weight.requires_grad_(not odd)
+        with pytest.raises(MismatchError, match=r"rank 1: .*gradients: False"):
+            table(IDS)
+        with torch.no_grad():
+            table(IDS)
+        table.weight.requires_grad_()
+        table(IDS).sum().backward()
+
+
+def test_all_ranks_differentiate_or_none(ranks):
+    ranks(gradients_on_some_ranks, world_size=2)
+
+
+def prefetched() -> None:
+    collection = EmbeddingCollection(TABLES, plan="row")
+    batch = {**BATCH, "user": torch.tensor([77])} if dist.get_rank() == 1 else {**BATCH}
+    for other in (batch, BATCH):  # of the batch itself, or of whatever is looked up in its stead
+        collection.prefetch(batch)
+        with pytest.raises(IndexError, match="rank 1: id 77"):
+            collection(other)
+    collection.prefetch(BATCH)
+    assert collection(BATCH)["user"].shape == (2, 2)
+
+
+def test_a_bad_prefetched_batch_raises_when_it_is_used(ranks):
+    ranks(prefetched, world_size=2)
+
+
+def copies_differ() -> None:
+    torch.manual_seed(dist.get_rank())
+    for dense, ours in ((nn.Embedding(4, 2), ShardedEmbedding), (nn.EmbeddingBag(4, 2), ShardedEmbeddingBag)):
+        with pytest.raises(MismatchError, match=r"from_dense.*\n.*all copies must be the same|from_dense"):
+            ours.from_dense(dense)
+
+
+def test_different_copies_of_a_dense_table_are_rejected(ranks):
+    ranks(copies_differ, world_size=2)
+
+
+# what torch.nn rejects: (mode, include_last_offset, arguments)
+REFUSED = [
+    ("sum", False, [IDS]),
+    ("sum", False, [IDS[None], OFFSETS]),
+    ("sum", False, [IDS.view(1, 1, 3)]),
+    ("sum", False, [IDS.float(), OFFSETS]),
+    ("sum", False, [IDS, OFFSETS + 1]),
+    ("sum", False, [IDS, OFFSETS * 2]),
+    ("sum", False, [IDS, OFFSETS[None]]),
+    ("sum", False, [IDS, OFFSETS, WEIGHTS[:2]]),
+    ("sum", False, [IDS + 2, OFFSETS]),
+    ("sum", False, [IDS - 2, OFFSETS]),
+    ("mean", False, [IDS, OFFSETS, WEIGHTS]),
+    ("max", False, [IDS, OFFSETS, WEIGHTS]),
+    ("sum", True, [IDS, OFFSETS[:0]]),
+    (None, False, [IDS.float()]),
+    (None, False, [IDS + 2]),
+    (None, False, [IDS - 2]),
+]
+
+
+def test_what_torch_rejects_is_rejected():
+    for mode, last, arguments in REFUSED:
+        dense = nn.EmbeddingBag(7, 2, mode=mode, include_last_offset=last) if mode else nn.Embedding(7, 2)
+        ours = (ShardedEmbeddingBag if mode else ShardedEmbedding).from_dense(dense)
+        with pytest.raises((ValueError, RuntimeError, IndexError)):
+            dense(*arguments)
+        with pytest.raises(MismatchError, match=type(ours).__name__):
+            ours(*arguments)
+
+
+A, B = Table("a", 5, 2), Table("b", 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: ShardedEmbedding(5, 2, plan="rows"), "ShardedEmbedding: plan='rows' is neither a Layout nor one of 'row',"),
+        (lambda: ShardedEmbedding(5, 2, plan=None), "ShardedEmbedding: plan=None is neither"),
+        (lambda: ShardedEmbedding(5, 2, plan=Layout.row([0, 1])), r"ranks=\(\(0,\), \(1,\)\) must be different ranks below 1"),
+        (lambda: ShardedEmbedding(5, 2, plan=Layout.row([-1])), "must be different ranks below 1"),
+        (lambda: ShardedEmbedding(5, 2, plan=Layout.column([0, 0])), "must be different ranks below 1"),
+        (lambda: ShardedEmbedding(5, 2, plan=Layout.table(3)), "must be different ranks below 1"),
+        (lambda: ShardedEmbedding(5, 2, plan=Layout.row([])), "must be rows of equal length, with one rank at least"),
+        (lambda: ShardedEmbedding(5, 2, plan=Layout.grid([[0, 1], [2]])), "must be rows of equal length"),
+        (lambda: ShardedEmbedding(5, 2, plan=Layout("heap")), "kind='heap' is not one of 'row', 'column', "),
+        (lambda: ShardedEmbedding(5, 2, plan=Layout.table(answers="sums")), "answers='sums' is neither 'rows' nor 'bags'"),
+        (
+            lambda: ShardedEmbedding(5, 2, plan=Layout("row", answers="bags")),
+            "answers='bags' needs all rows of the table on one",
+        ),
+        (lambda: ShardedEmbedding(5, 2, grad_reduce="avg"), "ShardedEmbedding: grad_reduce='avg' is neither 'mean' nor 'sum'"),
+        (lambda: ShardedEmbedding(5, 2, padding_idx=5), "padding_idx=5 must be within the 5 rows"),
+        (lambda: ShardedEmbedding(-1, 2), "rows=-1 and dim=2 must not be negative"),
+        (lambda: ShardedEmbedding(5, 2, sparse=True, optimizer=SGD(lr=0.1)), "sparse=True is about gradients"),
+        (lambda: ShardedEmbeddingBag(5, 2, mode="min"), "ShardedEmbeddingBag: mode='min' is not one of 'sum', 'mean', 'max'"),
+        (
+            lambda: ShardedEmbeddingBag(5, 2, mode="max", scale_grad_by_freq=True),
+            "scale_grad_by_freq does not go with mode='max'",
+        ),
+        (lambda: Table("a", 5, 2, mode="min"), "Table 'a': mode='min' is not one of"),
+        (lambda: Table("a.b", 5, 2), "Table 'a.b': the name must not be empty or have a dot"),
+        (lambda: Table("", 5, 2), "the name must not be empty or have a dot"),
+        (lambda: Table("a", 5, 2, features=["x", "x"]), "Table 'a': features=.* has a name twice"),
+        (lambda: Table("a", 5, 2, padding_idx=-6), "padding_idx=-6 must be within the 5 rows"),
+        (lambda: EmbeddingCollection([A, A]), "EmbeddingCollection: tables and features need different names"),
+        (lambda: EmbeddingCollection([A, Table("b", 5, 2, features=["a"])]), "tables and features need different names"),
+        (lambda: EmbeddingCollection([A, B], plan={"a": "row"}), "plan has no layout for table 'b'; it has"),
+        (lambda: EmbeddingCollection([A, B], plan={"a": "row", "b": "rows"}), "EmbeddingCollection: plan='rows' is neither"),
+        (lambda: EmbeddingCollection([A], plan="rows"), "EmbeddingCollection: plan='rows' is neither a Layout nor one of"),
+        (lambda: EmbeddingCollection([A], plan="row", sparse=True, optimizer=SGD(lr=0.1)), "sparse=True is about gradients"),
+        (
+            lambda: EmbeddingCollection([A], plan="row", grad_reduce="none"),
+            "EmbeddingCollection: grad_reduce='none' is neither",
+        ),
+    ],
+)
+def test_bad_arguments(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
