@@ -134,7 +134,7 @@ class Expected:
 
 def close(found: Tensor, expected: Tensor) -> None:
     exact = expected.dtype == torch.float64
-    torch.testing.assert_close(found, expected, rtol=1e-7 if exact else 1e-4, atol=1e-9 if exact else 1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-11 if exact else 1e-4, atol=1e-12 if exact else 1e-5)
 
 
 def call(module: ShardedEmbedding | ShardedEmbeddingBag, bags: Ragged, form: str) -> Tensor:

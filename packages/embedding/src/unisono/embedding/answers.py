@@ -92,7 +92,7 @@ class Answer(torch.autograd.Function):
         remaining = iter(grads)
         for question in ctx.questions:  # in the same order on all ranks: some of it communicates
             own = next(remaining) if question.stack is not None else None
-            _give_back(question, own, ctx.factor, ctx.sink, ctx.ranks)
+            _give_back(question, grad.new_empty((0, 0)) if own is None else own, ctx.factor, ctx.sink, ctx.ranks)
         return None, None, None, None, None, *ctx.sink.results()
 
 
@@ -104,11 +104,11 @@ def _answer(question: Question) -> Tensor:
     return sum_bags(weight, asked.rows, asked.lengths.cumsum(0) - asked.lengths, asked.weights)
 
 
-def _give_back(question: Question, grads: Tensor | None, factor: float, sink: Sink, ranks: Ranks) -> None:
+def _give_back(question: Question, grads: Tensor, factor: float, sink: Sink, ranks: Ranks) -> None:
+    """`grads`: of the answers; empty, but of their dtype and device, where this rank has no stack."""
     family, stack, asked = question.family, question.stack, question.asked
     rows, bags, weights = asked.rows, asked.bags(), asked.weights
     if family.replicated and ranks.size > 1:  # first the sums of this rank, then those of all
-        assert grads is not None
         groups = group(rows)
         sums = sum_groups(grads, bags, groups, weights)
         frequencies = None if asked.frequencies is None else _sum_numbers(asked.frequencies, groups)
@@ -123,14 +123,14 @@ def _give_back(question: Question, grads: Tensor | None, factor: float, sink: Si
     divisors = None if frequencies is None else _sum_numbers(frequencies, groups)
     together = family.columns > 1 and sink.needs_square_sums()
     if together:
-        sums = torch.zeros((0, 0))
-        if stack is not None and grads is not None:
+        sums = grads
+        if stack is not None:
             sums = _finish(sum_groups(grads, bags, groups, weights), divisors, factor)
             sums = sink.decay(stack, groups.unique, sums)
-        squares = sum_columns(sums.square().sum(1), family, ranks)
+        squares = sum_columns(sums.to(torch.promote_types(sums.dtype, torch.float32)).square().sum(1), family, ranks)
         if stack is not None:
             sink.take(stack, groups.unique, sums, squares)
-    elif stack is not None and grads is not None:
+    elif stack is not None:
         for part, sums in sum_groups_in_blocks(grads, bags, groups, weights):
             sums = _finish(sums, None if divisors is None else divisors[part], factor)
             sink.take(stack, groups.unique[part], sink.decay(stack, groups.unique[part], sums), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from unisono.collectives import Group
 from unisono.collectives.groups import Ranks, process_group, resolve
-from unisono.embedding.engine import Engine, GradReduce, Options, Step
+from unisono.embedding.engine import Engine, GradReduce, Options, Step, copy_with_engine
 from unisono.embedding.layouts import Layout, as_layout
 from unisono.embedding.optimizers import FusedOptimizer, Rule
 from unisono.embedding.planning.planner import Plan, plan_tables
@@ -72,6 +72,10 @@ class EmbeddingCollection(nn.Module):
         features = [feature for table in tables for feature in table.features]
         if len({table.name for table in tables}) < len(tables) or len(set(features)) < len(features):
             raise ValueError(f"{name}: tables and features need different names: {[t.name for t in tables]}, {features}")
+        if taken := [table.name for table in tables if hasattr(nn.ModuleDict, table.name)]:
+            raise ValueError(
+                f"{name}: tables cannot be called {taken}, since torch.nn.ModuleDict has attributes of these names"
+            )
         if sparse and optimizer is not None:
             raise ValueError(f"{name}: sparse=True is about gradients, which a fused optimizer leaves none of")
         dtype = dtype or torch.get_default_dtype()
@@ -175,6 +179,12 @@ class EmbeddingCollection(nn.Module):
         except TypeError as error:
             return {}, str(error)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ahead": None, "_helper": None}  # a copy prefetches for itself
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return copy_with_engine(self, self.__getstate__(), memo)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.engine.convert(fn)
         return self
@@ -183,8 +193,10 @@ class EmbeddingCollection(nn.Module):
 def as_ragged(bags: Ragged | Tensor) -> Ragged:
     if isinstance(bags, Ragged):
         return bags
-    if not isinstance(bags, Tensor) or (bags.layout == torch.strided and bags.ndim not in (1, 2)):
-        got = f"shape {tuple(bags.shape)}" if isinstance(bags, Tensor) else type(bags).__name__
+    if not isinstance(bags, Tensor) or (
+        bags.layout != torch.jagged and (bags.layout != torch.strided or bags.ndim not in (1, 2))
+    ):
+        got = f"{bags.layout} of shape {tuple(bags.shape)}" if isinstance(bags, Tensor) else type(bags).__name__
         raise TypeError(f"a feature must be a Ragged, a jagged tensor, or a tensor of one or two dimensions, got {got}")
     return Ragged.from_nested(bags) if bags.layout == torch.jagged else Ragged.from_dense(bags)
 

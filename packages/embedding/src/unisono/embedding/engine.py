@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unisono.collectives import Group, all_to_all_single, broadcast
+from unisono.collectives.agreement import agree
 from unisono.collectives.groups import Ranks, group_of, process_group, resolve, small_message_device
 from unisono.collectives.tracing import untraced
 from unisono.embedding.answers import Answer, Question, Sink
@@ -56,9 +58,7 @@ class Engine:
         self, tables: Sequence[Table], layouts: Sequence[Layout], options: Options, rule: Rule | None, group: Group
     ) -> None:
         self.options, self.ranks, self.tables = options, resolve(group), list(tables)
-        if options.grad_reduce not in ("mean", "sum"):
-            raise ValueError(f"{options.function}: grad_reduce={options.grad_reduce!r} is neither 'mean' nor 'sum'")
-        self.layouts = [layout.settle(self.ranks.size) for layout in layouts]
+        self.layouts = self._settle(layouts, rule)
         self.families = form_families(self.tables, self.layouts, self.ranks.size)
         self.addresses: list[Address] = [Address(1, (0,))] * len(self.tables)
         for family in self.families:
@@ -70,6 +70,30 @@ class Engine:
         self.modules: list[ShardedTable] = []
         self.rule = rule
         self.optimizer: FusedOptimizer | None = None
+
+    def _settle(self, layouts: Sequence[Layout], rule: Rule | None) -> list[Layout]:
+        """Layouts with ranks, when all ranks want the same tables and none has a bad argument."""
+        problem, settled, options = "", list(layouts), self.options
+        try:
+            settled = [layout.settle(self.ranks.size) for layout in layouts]
+        except ValueError as error:
+            problem = str(error)
+        if options.grad_reduce not in ("mean", "sum"):
+            problem = f"grad_reduce={options.grad_reduce!r} is neither 'mean' nor 'sum'"
+        wants = (
+            f"{self.tables}, {settled}, {options.grad_reduce}, {options.sparse}, {options.wire_dtype}, {options.dtype}, {rule}"
+        )
+        agree(
+            options.function,
+            self.ranks,
+            same=wants,
+            numbers=(),
+            words=lambda: f"{options.function}({wants})",
+            device=options.device,
+            rule="All ranks must make the same tables with the same plan and options.",
+            problem=problem,
+        )
+        return settled
 
     def _make_stack(self, number: int, rule: Rule | None) -> Stack | None:
         family = self.families[number]
@@ -157,7 +181,7 @@ class Engine:
         for question in questions:
             if question.family.kin.max_norm is not None:
                 with torch.no_grad():
-                    renormalise(question.stack, question.asked.rows, question.family, self.ranks)
+                    renormalise(question.stack, question.asked.rows, question.family, self.ranks, self.options.dtype)
         like = torch.empty(0, dtype=self.options.dtype, device=self.options.device)
         factor = 1 / self.ranks.size if self.options.grad_reduce == "mean" else 1.0
         sink, parameters = self._sink(like)
@@ -250,3 +274,16 @@ def _follow(state: Tensor, weight: Tensor) -> Tensor:
     if state.is_meta:
         return torch.zeros_like(state, device=weight.device, dtype=wide(weight))
     return state.to(weight.device, wide(weight))
+
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def copy_with_engine(module: _Module, state: dict[str, Any], memo: dict[int, Any]) -> _Module:
+    """copy.deepcopy of a module with an engine: its parameters are views of the copied stacks, not copies beside them."""
+    made = module.__class__.__new__(module.__class__)
+    memo[id(module)] = made
+    made.__dict__.update(copy.deepcopy(state, memo))
+    engine: Engine = made.engine  # type: ignore[assignment]
+    engine.attach(engine.modules)
+    return made

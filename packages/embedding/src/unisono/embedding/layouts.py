@@ -84,7 +84,9 @@ class Layout:
             return self
         everyone = range(world_size)
         ranks = self.ranks
-        if ranks is None and self.kind == "grid":
+        if ranks is None and self.kind == "table":
+            ranks = ((0,),)
+        elif ranks is None and self.kind == "grid":
             columns = max(n for n in range(1, world_size + 1) if world_size % n == 0 and n * n <= world_size)
             ranks = tuple(tuple(everyone[i : i + columns]) for i in range(0, world_size, columns))
         elif ranks is None:
@@ -92,6 +94,10 @@ class Layout:
         flat = [rank for row in ranks for rank in row]
         if not flat or len({len(row) for row in ranks}) > 1:
             raise ValueError(f"Layout: ranks={ranks} must be rows of equal length, with one rank at least")
+        if (self.kind in ("table", "column") and len(ranks) > 1) or (self.kind in ("table", "row") and len(ranks[0]) > 1):
+            raise ValueError(
+                f"Layout: ranks={ranks} does not fit kind={self.kind!r}; Layout.{self.kind}(...) makes ranks that do"
+            )
         if len(set(flat)) < len(flat) or min(flat) < 0 or max(flat) >= world_size:
             raise ValueError(f"Layout: ranks={ranks} must be different ranks below {world_size}")
         return replace(self, ranks=ranks)

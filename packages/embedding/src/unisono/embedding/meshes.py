@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from unisono.collectives.groups import Ranks, process_group, simulated
+from unisono.collectives import all_gather
+from unisono.collectives.groups import Ranks, group_of, process_group, simulated
 from unisono.embedding.layouts import Layout
 
 # Meshes by group and arrangement: to make one, groups are made, which all their ranks have to do together.
@@ -29,6 +32,22 @@ def as_dtensor(local: Tensor, layout: Layout, ranks: Ranks, shape: tuple[int, ..
         local = local.reshape(0)
     placements = placements_of(layout, len(shape))
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def gather_dtensor(given: DTensor, ranks: Ranks) -> Tensor:
+    """The whole of a DTensor that lies on some of `ranks`, on all of them. Its mesh needs no groups. All ranks call."""
+    shape, offset = compute_local_shape_and_global_offset(given.shape, given.device_mesh, given.placements)
+    local = given.to_local()
+    here = local.numel() > 0
+    box = [*(offset if here else [0] * given.ndim), *(shape if here else [0] * given.ndim)]
+    boxes = all_gather(torch.tensor([box], device=local.device), sizes=[1] * ranks.size, group=group_of(ranks)).tolist()
+    sizes = [math.prod(row[given.ndim :]) for row in boxes]
+    parts = all_gather(local.reshape(-1), sizes=sizes, group=group_of(ranks)).split_with_sizes(sizes)
+    full = local.new_empty(given.shape)
+    for row, part in zip(boxes, parts, strict=True):
+        starts, lengths = row[: given.ndim], row[given.ndim :]
+        full[tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True))] = part.view(lengths)
+    return full
 
 
 def placements_of(layout: Layout, ndim: int) -> list[Placement]:

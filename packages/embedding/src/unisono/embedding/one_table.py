@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -10,11 +11,11 @@ from torch import Tensor, nn
 
 from unisono.collectives import Group
 from unisono.collectives.agreement import agree
-from unisono.embedding.engine import Engine, Options
+from unisono.embedding.engine import Engine, Options, copy_with_engine
 from unisono.embedding.layouts import Layout, as_layout
 from unisono.embedding.optimizers import FusedOptimizer, Rule
 from unisono.embedding.sharded_table import ShardedTable
-from unisono.embedding.tables import Table
+from unisono.embedding.tables import Table, draw_normal
 
 NAME = "weight"
 
@@ -53,6 +54,9 @@ class OneTable(ShardedTable):
         """First weights, the same for every layout and number of ranks. All ranks call."""
         self.engine.reset(seed)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return copy_with_engine(self, self.__dict__, memo)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.engine.convert(fn)
         return self
@@ -71,6 +75,7 @@ class OneTable(ShardedTable):
             rule="Every rank takes its shard of its own copy: all copies must be the same.",
         )
         self.set_weight(weight)
+        self.table = replace(self.table, initialize=draw_normal)  # what reset_parameters would draw
         self.weight.requires_grad_(module.weight.requires_grad)
 
     def extra_repr(self) -> str:

@@ -116,6 +116,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Nothing is left to do."""
         return None if closure is None else closure()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "rule": self.rule}
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing is there to be cleared."""
 

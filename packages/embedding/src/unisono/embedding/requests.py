@@ -74,7 +74,8 @@ def make_request(family: Family, askings: Sequence[tuple[Asking, bool]], address
     bases = family.bases
     dtype = torch.int32 if bases[-1] < 2**31 else torch.int64
     keys = [addresses[asking.table].keys(asking.ids, dtype) for asking in rows]
-    groups = group(torch.cat(keys) if keys else torch.empty(0, dtype=dtype, device="cpu"))
+    device = askings[0][0].ids.device if askings else None
+    groups = group(torch.cat(keys) if keys else torch.empty(0, dtype=dtype, device=device))
     if len(bases) == 2:
         cuts = [0, groups.unique.numel()]
     else:

@@ -71,8 +71,9 @@ class ShardedEmbedding(OneTable):
         super().__init__(table, plan, options, optimizer, group)
 
     def forward(self, input: Tensor) -> Tensor:
-        problem = "" if isinstance(input, Tensor) else f"input: expected a Tensor, got {type(input).__name__}"
-        flat = input.reshape(-1) if isinstance(input, Tensor) else torch.empty(0)
+        fine = isinstance(input, Tensor) and input.layout == torch.strided
+        problem = "" if fine else f"input: expected a strided Tensor, got {getattr(input, 'layout', type(input).__name__)}"
+        flat = input.reshape(-1) if fine else torch.empty(0)
         offsets = torch.zeros(2, dtype=torch.int64, device=flat.device)
         offsets[1] = flat.numel()
         rows = self.engine.look_up({NAME: Ragged(flat, offsets)}, problem)[NAME]

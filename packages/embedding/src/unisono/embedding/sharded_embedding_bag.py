@@ -117,8 +117,8 @@ class ShardedEmbeddingBag(OneTable):
 def _as_bags(input: Tensor, offsets: Tensor | None, weights: Tensor | None, include_last: bool) -> tuple[str, Ragged]:
     """What is wrong with the arguments, and the bags if nothing is."""
     nothing = Ragged(torch.empty(0), torch.empty(0))
-    if not isinstance(input, Tensor):
-        return f"input: expected a Tensor, got {type(input).__name__}", nothing
+    if not isinstance(input, Tensor) or input.layout != torch.strided:
+        return f"input: expected a strided Tensor, got {getattr(input, 'layout', type(input).__name__)}", nothing
     if input.ndim == 2:
         if offsets is not None:
             return "offsets must be None if input is 2-D: its rows are the bags", nothing

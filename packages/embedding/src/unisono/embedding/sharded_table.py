@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from unisono.collectives import all_gather
 from unisono.collectives.groups import Ranks, group_of
 from unisono.embedding.layouts import Box, Layout
-from unisono.embedding.meshes import as_dtensor
+from unisono.embedding.meshes import as_dtensor, gather_dtensor
 from unisono.embedding.tables import Table
 
 
@@ -130,7 +130,7 @@ class ShardedTable(nn.Module):
                 if local.numel():
                     own.copy_(local.reshape(own.shape))
                 return
-            given = given.full_tensor()
+            given = gather_dtensor(given, self.ranks)
         box = self.box
         rows = given[box.row : box.row_end]
         own.copy_(rows[:, box.column : box.column_end] if own.ndim == 2 else rows)

@@ -57,7 +57,7 @@ def gather_copies(rows: Tensor, sums: Tensor | None, family: Family, ranks: Rank
     return all_gather(rows, group=group), None if sums is None else all_gather(sums, group=group)
 
 
-def renormalise(stack: Stack | None, rows: Tensor, family: Family, ranks: Ranks) -> None:
+def renormalise(stack: Stack | None, rows: Tensor, family: Family, ranks: Ranks, dtype: torch.dtype) -> None:
     """Shorten the rows that are looked up to max_norm, in place, as torch.embedding_renorm_ does; columns share one norm."""
     assert family.kin.max_norm is not None
     if family.replicated and ranks.size > 1:
@@ -70,7 +70,7 @@ def renormalise(stack: Stack | None, rows: Tensor, family: Family, ranks: Ranks)
         found = stack.weight.index_select(0, unique)
         norms = torch.linalg.vector_norm(found, power, dim=1)
     else:
-        found = rows.new_empty((0, 0)) if stack is None else stack.weight.index_select(0, unique)
+        found = rows.new_empty((0, 0), dtype=dtype) if stack is None else stack.weight.index_select(0, unique)
         norms = _norm_over_columns(found, power, family, ranks)
         if stack is None:
             return
@@ -79,8 +79,7 @@ def renormalise(stack: Stack | None, rows: Tensor, family: Family, ranks: Ranks)
 
 
 def _norm_over_columns(found: Tensor, power: float, family: Family, ranks: Ranks) -> Tensor:
-    dtype = torch.promote_types(found.dtype, torch.float32) if found.is_floating_point() else torch.float32
-    values = found.to(dtype).abs()
+    values = found.to(torch.promote_types(found.dtype, torch.float32)).abs()
     if power == float("inf"):
         largest = values.amax(1) if values.shape[1] else values.new_zeros(len(values))
         return sum_columns(largest, family, ranks, largest=True)

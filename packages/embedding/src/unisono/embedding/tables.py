@@ -50,7 +50,8 @@ class Table:
     ids_per_bag: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "features", tuple(self.features) or (self.name,))
+        features = [self.features] if isinstance(self.features, str) else self.features  # one name is no list of letters
+        object.__setattr__(self, "features", tuple(features) or (self.name,))
         if problem := self._complaint():
             raise ValueError(f"Table {self.name!r}: {problem}")
         if self.padding_idx is not None and self.padding_idx < 0:
@@ -72,6 +73,8 @@ class Table:
             return f"mode={self.mode!r} is not one of {', '.join(map(repr, MODES))}"
         if self.padding_idx is not None and not -self.rows <= self.padding_idx < self.rows:
             return f"padding_idx={self.padding_idx} must be within the {self.rows} rows"
+        if self.max_norm is not None and not self.norm_type > 0:
+            return f"norm_type={self.norm_type} must be positive"
         if self.mode == "max" and self.scale_grad_by_freq:
             return "scale_grad_by_freq does not go with mode='max', as in torch.nn.EmbeddingBag"
         if self.ids_per_bag < 0:
