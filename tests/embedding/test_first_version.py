@@ -14,10 +14,12 @@ from unisono.collectives import checked
 from unisono.embedding import (
     EmbeddingCollection,
     Layout,
+    Ragged,
     RowwiseAdagrad,
     ShardedEmbedding,
     ShardedEmbeddingBag,
     Table,
+    gradients,
     grouping,
     requests,
 )
@@ -109,6 +111,76 @@ def one_feature_by_its_name() -> None:
     assert Table("a", ROWS, DIM, features="user").features == ("user",)
 
 
+def a_parameter_with_other_memory_is_followed() -> None:
+    """Another Parameter, `.data =` (of which torch takes no notice in a DTensor) and pickle left look-ups in the old one."""
+    ids, expected = torch.arange(ROWS), torch.ones(ROWS, DIM)
+    for plan in ("row", "replicated"):
+        module = ShardedEmbedding(ROWS, DIM, plan=plan)
+        ones = torch.ones_like(module.local)
+        if plan == "replicated":
+            module.weight.data = ones.clone()
+            assert torch.equal(module(ids), expected)
+        module.weight = nn.Parameter(module.shape_as(2 * ones))
+        assert torch.equal(module(ids), 2 * expected)
+        module.local.mul_(2)
+        assert torch.equal(module(ids), 4 * expected)
+
+
+def conversions_keep_gradients() -> None:
+    module = ShardedEmbedding(ROWS, DIM, plan="row")
+    module(torch.arange(ROWS)).sum().backward()
+    grad = module.weight.grad
+    assert module.float().weight.grad is grad
+    assert module.double().weight.grad.dtype == torch.float64
+
+
+def a_second_backward_raises() -> None:
+    for optimizer in (None, RowwiseAdagrad(lr=0.1)):
+        loss = ShardedEmbedding(ROWS, DIM, optimizer=optimizer)(torch.arange(3)).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+
+def prefetch_is_taken_by_all_or_none() -> None:
+    collection = make("row")
+    batch = {"a": torch.tensor([1, 9]), "b": torch.tensor([0, 4])}
+    other = {"a": torch.tensor([2]), "b": torch.tensor([3])}
+    collection.prefetch(batch)
+    assert collection._prefetcher.take(dict(batch)) is not None  # the same tensors in another dict
+    collection.prefetch(batch)
+    out = collection(batch if dist.get_rank() else other)  # this hung
+    assert len(out["a"]) == (2 if dist.get_rank() else 1)
+    collection.prefetch({"a": torch.tensor([ROWS]), "b": torch.tensor([3])})
+    collection.prefetch(batch)  # the error of a batch that nobody wants any more is nobody's
+    assert len(collection(batch)["a"]) == 2
+    weights = torch.ones(2, requires_grad=True)
+    weighted = make("table")
+    features = batch | {"a": Ragged(torch.tensor([1, 9]), torch.tensor([0, 2]), weights)}
+    with torch.no_grad():
+        weighted.prefetch(features)
+    weighted(features)["a"].sum().backward()
+    assert weights.grad is not None
+
+
+def strict_loading_is_strict() -> None:
+    module = ShardedEmbedding(ROWS, DIM)
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        module.load_state_dict({**module.state_dict(), "bogus": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match="to_empty"):
+        ShardedEmbedding(ROWS, DIM, device="meta").load_state_dict(module.state_dict(), assign=True)
+
+
+def frozen_tables_get_no_gradient() -> None:
+    """A dense one was made and thrown away, of the largest tables most likely."""
+    collection = make("row")
+    collection.weight("a").requires_grad_(False)
+    out = collection({"a": torch.tensor([1]), "b": torch.tensor([0])})
+    with mock.patch.object(gradients.ParameterSink, "_gradient", autospec=True, return_value=None) as made:
+        (out["a"].sum() + out["b"].sum()).backward()
+    assert [call.args[2] is None for call in made.call_args_list] == [True, False]
+
+
 DEFECTS = [
     a_copy_looks_up_in_its_own_parameter,
     weights_drawn_anew_after_from_dense,
@@ -118,6 +190,12 @@ DEFECTS = [
     ranks_without_a_part_of_a_table_send_the_same_dtype,
     nothing_lies_on_the_cpu_by_itself,
     one_feature_by_its_name,
+    a_parameter_with_other_memory_is_followed,
+    conversions_keep_gradients,
+    a_second_backward_raises,
+    prefetch_is_taken_by_all_or_none,
+    strict_loading_is_strict,
+    frozen_tables_get_no_gradient,
 ]
 
 

@@ -60,6 +60,7 @@ class Answer(torch.autograd.Function):
         ctx: Any, questions: list[Question], ranks: Ranks, factor: float, sink: Sink, like: Tensor, *parameters: Tensor
     ) -> Tensor:
         ctx.questions, ctx.ranks, ctx.factor, ctx.sink, ctx.parameters = questions, ranks, factor, sink, len(parameters)
+        ctx.save_for_backward(*(question.asked.rows for question in questions))
         found = [_answer(question) for question in questions if question.stack is not None]
         held = [question for question in questions if question.stack is not None]
         if len(found) == 1:
@@ -72,6 +73,7 @@ class Answer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises in a second backward, as torch's own functions do
         held = [question for question in ctx.questions if question.stack is not None]
         widths = [question.stack.weight.shape[1] for question in held]
         sizes = [

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import ProcessGroup
 
 from unisono.collectives import Group
-from unisono.collectives.groups import Ranks, process_group, resolve
-from unisono.embedding.engine import Engine, GradReduce, Options, Step, copy_with_engine
+from unisono.collectives.groups import resolve
+from unisono.embedding.engine import Engine
 from unisono.embedding.layouts import Layout, as_layout
 from unisono.embedding.optimizers import FusedOptimizer, Rule
 from unisono.embedding.planning.planner import Plan, plan_tables
+from unisono.embedding.prefetching import Prefetcher
 from unisono.embedding.ragged import Ragged
+from unisono.embedding.residence import GradReduce, Options, copy_with_engine
 from unisono.embedding.sharded_table import ShardedTable
 from unisono.embedding.tables import Table
 
@@ -94,15 +93,14 @@ class EmbeddingCollection(nn.Module):
             )
         self.plan = plan if isinstance(plan, Plan) else None
         layouts = [_layout_of(table, plan, number, ranks.size) for number, table in enumerate(tables)]
-        device = torch.device(device or torch.get_default_device())
+        device = torch.empty(0, device=device).device  # with its index
         options = Options(name, grad_reduce, sparse, wire_dtype, dtype, device)
         self.engine = Engine(tables, layouts, options, optimizer, group)
         modules = [ShardedTable(t, x, ranks, plain=sparse) for t, x in zip(tables, self.engine.layouts, strict=True)]
         self.tables = nn.ModuleDict({table.name: module for table, module in zip(tables, modules, strict=True)})
         self.engine.attach(modules)
         self.reset_parameters()
-        self._ahead: tuple[Features, Future[Step]] | None = None
-        self._helper: tuple[ThreadPoolExecutor, Ranks] | None = None
+        self._prefetcher: Prefetcher | None = None
 
     @property
     def optimizer(self) -> FusedOptimizer | None:
@@ -119,13 +117,8 @@ class EmbeddingCollection(nn.Module):
         return found
 
     def forward(self, features: Features) -> dict[str, Tensor | Ragged]:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] is features:
-            found = self.engine.finish(ahead[1].result())
-        else:
-            if ahead is not None:
-                ahead[1].result()  # all ranks have sent for it: let it end before anything else is sent
-            found = self.engine.look_up(*self._read(features))
+        step = None if self._prefetcher is None else self._prefetcher.take(features)
+        found = self.engine.look_up(*self._read(features)) if step is None else self.engine.finish(step)
         modes = {feature: table.mode for table in self.engine.tables for feature in table.features}
         return {
             name: found[name] if modes[name] else Ragged(found[name], as_ragged(bags).offsets)
@@ -136,34 +129,20 @@ class EmbeddingCollection(nn.Module):
         """Begin with the batch that the next call will look up: its row numbers travel while this rank computes.
 
         Rows are fetched by that call, when the tables have their last values, so results do not change. All ranks call, in
-        the same order; give the same object to the call. An error in the batch is raised by that call. The first prefetch
-        makes a process group of its own, for nothing may come between the messages of a step.
+        the same order; give the same tensors to the call, and leave them as they are until then. An error in the batch is
+        raised by that call. If any rank's call has other features, what was begun is dropped on all of them. The first
+        prefetch makes a process group and a thread of its own.
         """
-        if self._ahead is not None:
-            self._ahead[1].result()
-        if self._helper is None:
-            ranks = self.engine.ranks
-            if ranks.size > 1:
-                members = dist.get_process_group_ranks(process_group(ranks))
-                whole = len(members) == dist.get_world_size()
-                made = dist.new_group(members, use_local_synchronization=not whole)
-                assert isinstance(made, ProcessGroup)
-                ranks = resolve(made)
-            self._helper = ThreadPoolExecutor(1, thread_name_prefix="unisono-prefetch"), ranks
-        pool, ranks = self._helper
-        inputs, problem = self._read(features)
-        enabled = torch.is_grad_enabled()
-
-        def begin() -> Step:
-            with torch.set_grad_enabled(enabled):
-                return self.engine.start(inputs, ranks, problem)
-
-        self._ahead = features, pool.submit(begin)
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(self.engine)
+        self._prefetcher.begin(features, *self._read(features))
 
     def reset_rows(self, table: str, rows: Tensor) -> None:
         """Give rows of a table their first state: weights of zero, and no past for their optimizer. Rows may lie anywhere."""
         module = self.tables[table]
         assert isinstance(module, ShardedTable)
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < module.table.rows:
+            raise IndexError(f"reset_rows: rows {int(rows.min())} to {int(rows.max())}: {table!r} has {module.table.rows}")
         box = module.box
         own = rows[(rows >= box.row) & (rows < box.row_end)].to(module.local.device) - box.row
         fresh = self.engine.rule.states(module.local[:1]) if self.engine.rule is not None and module.local.numel() else {}
@@ -176,11 +155,11 @@ class EmbeddingCollection(nn.Module):
             return {}, f"features: expected a dict from feature to Ragged or Tensor, got {type(features).__name__}"
         try:
             return {name: as_ragged(bags) for name, bags in features.items()}, ""
-        except TypeError as error:
-            return {}, str(error)
+        except Exception as error:  # whatever it is, the other ranks have to hear of it
+            return {}, f"{type(error).__name__}: {error}" if not isinstance(error, TypeError) else str(error)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": None, "_helper": None}  # a copy prefetches for itself
+        return {**self.__dict__, "_prefetcher": None}  # a copy prefetches for itself
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return copy_with_engine(self, self.__getstate__(), memo)
@@ -193,8 +172,10 @@ class EmbeddingCollection(nn.Module):
 def as_ragged(bags: Ragged | Tensor) -> Ragged:
     if isinstance(bags, Ragged):
         return bags
-    if not isinstance(bags, Tensor) or (
-        bags.layout != torch.jagged and (bags.layout != torch.strided or bags.ndim not in (1, 2))
+    if (
+        not isinstance(bags, Tensor)
+        or (bags.is_nested and bags.layout != torch.jagged)
+        or (bags.layout != torch.jagged and (bags.layout != torch.strided or bags.ndim not in (1, 2)))
     ):
         got = f"{bags.layout} of shape {tuple(bags.shape)}" if isinstance(bags, Tensor) else type(bags).__name__
         raise TypeError(f"a feature must be a Ragged, a jagged tensor, or a tensor of one or two dimensions, got {got}")

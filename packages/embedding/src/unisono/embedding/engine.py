@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from unisono.collectives import Group, all_to_all_single, broadcast
-from unisono.collectives.agreement import agree
-from unisono.collectives.groups import Ranks, group_of, process_group, resolve, small_message_device
+from unisono.collectives import all_to_all_single
+from unisono.collectives.groups import Ranks, group_of
 from unisono.collectives.tracing import untraced
 from unisono.embedding.answers import Answer, Question, Sink
-from unisono.embedding.families import Address, address_of, form_families
 from unisono.embedding.gradients import ParameterSink
-from unisono.embedding.layouts import Layout
-from unisono.embedding.memory import empty_rows
 from unisono.embedding.messages import Asked, consult, swap_requests
-from unisono.embedding.optimizers import FusedOptimizer, FusedSink, Rule, make_states, wide
+from unisono.embedding.optimizers import FusedSink
 from unisono.embedding.pooling import Pool, Pooling, plan_pooling
 from unisono.embedding.ragged import Ragged, complain
 from unisono.embedding.requests import Request, complain_about_numbers, make_request, prepare
-from unisono.embedding.sharded_table import ShardedTable
-from unisono.embedding.stacks import Stack, renormalise
-from unisono.embedding.tables import Table, draw_weights, mix
-
-GradReduce = Literal["mean", "sum"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the modules of this package have in common."""
-
-    function: str
-    grad_reduce: GradReduce = "mean"
-    sparse: bool = False
-    wire_dtype: torch.dtype | None = None
-    dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")  # noqa: RUF009
+from unisono.embedding.residence import Residence
+from unisono.embedding.stacks import renormalise
 
 
 @dataclass
@@ -53,103 +31,8 @@ class Step:
     poolings: list[Pooling]
 
 
-class Engine:
-    def __init__(
-        self, tables: Sequence[Table], layouts: Sequence[Layout], options: Options, rule: Rule | None, group: Group
-    ) -> None:
-        self.options, self.ranks, self.tables = options, resolve(group), list(tables)
-        self.layouts = self._settle(layouts, rule)
-        self.families = form_families(self.tables, self.layouts, self.ranks.size)
-        self.addresses: list[Address] = [Address(1, (0,))] * len(self.tables)
-        for family in self.families:
-            for number in family.tables:
-                self.addresses[number] = address_of(family, number, self.tables[number].rows)
-        self.features = {name: k for k, table in enumerate(self.tables) for name in table.features}
-        self.steps = torch.zeros((), dtype=torch.int64, device="cpu")  # of a fused optimizer; the same on all ranks
-        self.stacks = [self._make_stack(k, rule) for k in range(len(self.families))]
-        self.modules: list[ShardedTable] = []
-        self.rule = rule
-        self.optimizer: FusedOptimizer | None = None
-
-    def _settle(self, layouts: Sequence[Layout], rule: Rule | None) -> list[Layout]:
-        """Layouts with ranks, when all ranks want the same tables and none has a bad argument."""
-        problem, settled, options = "", list(layouts), self.options
-        try:
-            settled = [layout.settle(self.ranks.size) for layout in layouts]
-        except ValueError as error:
-            problem = str(error)
-        if options.grad_reduce not in ("mean", "sum"):
-            problem = f"grad_reduce={options.grad_reduce!r} is neither 'mean' nor 'sum'"
-        wants = (
-            f"{self.tables}, {settled}, {options.grad_reduce}, {options.sparse}, {options.wire_dtype}, {options.dtype}, {rule}"
-        )
-        agree(
-            options.function,
-            self.ranks,
-            same=wants,
-            numbers=(),
-            words=lambda: f"{options.function}({wants})",
-            device=options.device,
-            rule="All ranks must make the same tables with the same plan and options.",
-            problem=problem,
-        )
-        return settled
-
-    def _make_stack(self, number: int, rule: Rule | None) -> Stack | None:
-        family = self.families[number]
-        place = family.place(self.ranks.rank)
-        if place is None:
-            return None
-        shape = (family.heights[place[0]], family.kin.widths[place[1]])
-        weight = empty_rows(shape, dtype=self.options.dtype, device=self.options.device)
-        return Stack(family, *place, self.ranks, weight, make_states(rule, weight, self.steps))
-
-    def attach(self, modules: Sequence[ShardedTable]) -> None:
-        """Give the modules their shards; for modules that have some, after the stacks have moved."""
-        self.modules = list(modules)
-        own = {
-            shard.table: (stack.view(shard), {k: x if x.ndim == 0 else stack.view(shard, x) for k, x in stack.state.items()})
-            for stack in self.stacks
-            if stack is not None
-            for shard in stack.shards
-        }
-        for number, module in enumerate(modules):
-            shard, states = own.get(number, (None, {}))
-            if shard is None:
-                empty = torch.empty((0, module.table.dim), dtype=self.options.dtype, device=self.options.device)
-                shard, states = empty, make_states(self.rule, empty, self.steps)
-            module.attach(shard, states)
-        if self.rule is not None and self.optimizer is None:
-            self.optimizer = FusedOptimizer([module.weight for module in modules], self.rule)
-
-    def convert(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Module.to and its kin: move the stacks whole, then let the parameters follow."""
-        for stack in self.stacks:
-            if stack is not None:
-                stack.weight = change(stack.weight)
-                stack.state = {name: _follow(x, stack.weight) for name, x in stack.state.items()}
-        probe = change(torch.empty(0, dtype=self.options.dtype, device=self.options.device))
-        self.options = Options(**{**self.options.__dict__, "dtype": probe.dtype, "device": probe.device})
-        self.attach(self.modules)
-
-    @torch.no_grad()
-    def reset(self, seed: int | None = None) -> None:
-        """First weights and states, from rank 0's default generator; the same for all layouts and numbers of ranks."""
-        if seed is None:
-            drawn = torch.randint(2**62, (1,), device="cpu")
-            if self.ranks.size > 1:
-                drawn = drawn.to(small_message_device(process_group(self.ranks), None))
-                drawn = broadcast(drawn, root=0, group=group_of(self.ranks))
-            seed = int(drawn)
-        for module in self.modules:
-            code = int.from_bytes(hashlib.blake2b(module.table.name.encode(), digest_size=7).digest(), "little")
-            if not module.local.is_meta and module.local.numel():
-                draw_weights(module.table, module.box, module.local, seed=mix(seed, code))
-        self.steps.zero_()
-        for stack in self.stacks:
-            if stack is not None and self.rule is not None and len(stack.weight) and not stack.weight.is_meta:
-                for name, first in self.rule.states(stack.weight[:1]).items():
-                    stack.state[name][:] = first
+class Engine(Residence):
+    """Looks up what lies in a residence."""
 
     def look_up(self, inputs: Mapping[str, Ragged], problem: str = "") -> dict[str, Tensor]:
         """For each feature its pooled rows, or, without mode, a row for each id."""
@@ -177,6 +60,7 @@ class Engine:
 
     @untraced
     def finish(self, step: Step) -> dict[str, Tensor]:
+        self.repair()
         questions = [Question(r.family, s, a) for r, s, a in zip(step.requests, self.stacks, step.asked, strict=True)]
         for question in questions:
             if question.family.kin.max_norm is not None:
@@ -225,7 +109,7 @@ class Engine:
     def _by_bags(self, number: int, weights: Tensor | None) -> bool:
         """Whether the owner sums the bags. The gradient of a weight needs its row, and so does a maximum."""
         table, layout = self.tables[number], self.layouts[number]
-        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+        if weights is not None and weights.requires_grad:
             return False
         return table.summable and layout.kind in ("table", "column") and layout.answers != "rows"
 
@@ -235,7 +119,7 @@ class Engine:
             frozen = {k for k, parameter in enumerate(parameters) if not parameter.requires_grad}
             tie = torch.zeros((), requires_grad=len(frozen) < len(parameters))
             return FusedSink(self.optimizer, self.steps, frozen), [tie]
-        return ParameterSink(range(len(parameters)), lambda k, x: self.modules[k].shape_as(x), self.options.sparse), parameters
+        return ParameterSink(parameters, lambda k, x: self.modules[k].shape_as(x), self.options.sparse), parameters
 
     def _tied(self) -> bool:
         return any(module.weight.requires_grad for module in self.modules)
@@ -243,7 +127,7 @@ class Engine:
     @staticmethod
     def _learns(bags: object) -> bool:
         weights = getattr(bags, "weights", None)
-        return isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()
+        return isinstance(weights, Tensor) and weights.requires_grad
 
     def _join_weights(self, request: Request, like: Tensor) -> Tensor | None:
         if all(asking.weights is None for asking in request.rows):
@@ -265,25 +149,3 @@ class Engine:
         if missing := [name for name in self.features if name not in inputs]:
             return f"missing features: {', '.join(missing)}"
         return ""
-
-
-def _follow(state: Tensor, weight: Tensor) -> Tensor:
-    """An optimizer's state where the weight has gone; as wide as it needs, whatever the weight was made."""
-    if state.ndim == 0:
-        return state
-    if state.is_meta:
-        return torch.zeros_like(state, device=weight.device, dtype=wide(weight))
-    return state.to(weight.device, wide(weight))
-
-
-_Module = TypeVar("_Module", bound=nn.Module)
-
-
-def copy_with_engine(module: _Module, state: dict[str, Any], memo: dict[int, Any]) -> _Module:
-    """copy.deepcopy of a module with an engine: its parameters are views of the copied stacks, not copies beside them."""
-    made = module.__class__.__new__(module.__class__)
-    memo[id(module)] = made
-    made.__dict__.update(copy.deepcopy(state, memo))
-    engine: Engine = made.engine  # type: ignore[assignment]
-    engine.attach(engine.modules)
-    return made

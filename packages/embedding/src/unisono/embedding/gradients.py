@@ -16,8 +16,9 @@ class ParameterSink:
     `shape_as`: gives a dense local gradient the form of the table's parameter (a DTensor, mostly).
     """
 
-    def __init__(self, tables: Sequence[int], shape_as: Callable[[int, Tensor], Tensor], sparse: bool) -> None:
-        self.tables, self.shape_as, self.sparse = tables, shape_as, sparse
+    def __init__(self, parameters: Sequence[Tensor], shape_as: Callable[[int, Tensor], Tensor], sparse: bool) -> None:
+        self.wanted = [parameter.requires_grad for parameter in parameters]  # a frozen table costs nothing
+        self.shape_as, self.sparse = shape_as, sparse
         self.parts: dict[int, list[tuple[Tensor, Tensor, torch.Size]]] = {}
 
     def begin(self) -> None:
@@ -31,12 +32,14 @@ class ParameterSink:
 
     def take(self, stack: Stack, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
         for shard, own, sums in split_by_shard(stack, rows, grads):
+            if not self.wanted[shard.table]:
+                continue
             shape = torch.Size((shard.box.shape[0], stack.weight.shape[1]))
             self.parts.setdefault(shard.table, []).append((own.to(torch.int64), sums, shape))
 
     def results(self) -> Sequence[Tensor | None]:
         parts, self.parts = self.parts, {}
-        return [self._gradient(table, parts.get(table)) for table in self.tables]
+        return [self._gradient(table, parts.get(table)) for table in range(len(self.wanted))]
 
     def _gradient(self, table: int, parts: list[tuple[Tensor, Tensor, torch.Size]] | None) -> Tensor | None:
         if parts is None:

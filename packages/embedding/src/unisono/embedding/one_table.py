@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from unisono.collectives import Group
 from unisono.collectives.agreement import agree
-from unisono.embedding.engine import Engine, Options, copy_with_engine
+from unisono.embedding.engine import Engine
 from unisono.embedding.layouts import Layout, as_layout
 from unisono.embedding.optimizers import FusedOptimizer, Rule
+from unisono.embedding.residence import Options, copy_with_engine
 from unisono.embedding.sharded_table import ShardedTable
 from unisono.embedding.tables import Table, draw_normal
 
@@ -25,7 +26,7 @@ class OneTable(ShardedTable):
 
     def __init__(self, table: Table, plan: str | Layout, options: dict[str, Any], optimizer: Rule | None, group: Group) -> None:
         function = type(self).__name__
-        device = torch.device(options.pop("device") or torch.get_default_device())
+        device = torch.empty(0, device=options.pop("device")).device  # with its index
         dtype = options.pop("dtype") or torch.get_default_dtype()
         if options["sparse"] and optimizer is not None:
             raise ValueError(f"{function}: sparse=True is about gradients, which a fused optimizer leaves none of")

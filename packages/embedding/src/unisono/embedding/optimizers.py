@@ -103,9 +103,10 @@ Rule = SGD | RowwiseAdagrad | Adagrad | Adam
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """The handle of a fused rule: torch's schedulers set its learning rate; the steps happen in the backward.
+    """The handle of a fused rule: torch's schedulers set its learning rate.
 
-    `state_dict` of the collection holds the state, and that of this handle the learning rate.
+    The steps happen in the backward, one for each look-up that it passes. The state_dict of the collection holds the state,
+    that of this handle the learning rate.
     """
 
     def __init__(self, parameters: Iterable[Tensor], rule: Rule) -> None:
@@ -131,6 +132,7 @@ class FusedSink:
 
     def begin(self) -> None:
         self.steps += 1
+        self.optimizer.step()  # does nothing, but schedulers ask whether it was called
 
     def needs_square_sums(self) -> bool:
         return isinstance(self.optimizer.rule, RowwiseAdagrad)

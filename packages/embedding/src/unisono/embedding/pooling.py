@@ -89,38 +89,43 @@ class Pool(torch.autograd.Function):
         blocks = _unpack(flat, poolings, rank, size)
         outputs: list[Tensor] = []
         kept: list[list[Tensor]] = []
-        ctx.tops = []
+        tops: list[list[Tensor | None]] = []
         for pooling, columns, own_weights in zip(poolings, blocks, weights, strict=True):
             pieces = [_pool(answers, pooling, own_weights) for answers in columns]
-            ctx.tops.append([top for _, top in pieces])
+            tops.append([top for _, top in pieces])
             pooled = [out for out, _ in pieces]
             whole = pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1)
             sizes = [(a.ids if pooling.lengths is None else a.lengths).numel() for a in pooling.request.rows]
             outputs += whole.split_with_sizes(sizes) if sizes else []
             outputs += _summed(columns, pooling.request, modes)
             kept.append(columns if ctx.needs_input_grad[5 + len(kept)] else [])  # for the gradient of the weights
-        ctx.columns, ctx.weights = kept, weights
+        saved = [*weights, *(x for columns in kept for x in columns), *(x for top in tops for x in top)]
+        ctx.save_for_backward(flat.new_empty(0), *saved)  # never nothing: a second backward shall raise as torch's do
+        ctx.counts = [len(columns) for columns in kept]
         # detached: a view of what came in must not be taken for one that in-place changes of a caller would have to follow
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        remaining = list(grads)
+        remaining, saved = list(grads), iter(ctx.saved_tensors[1:])
+        all_weights = [next(saved) for _ in ctx.poolings]
+        all_columns = [[next(saved) for _ in range(count)] for count in ctx.counts]
+        tops = [[next(saved) for _ in range(pooling.request.family.columns)] for pooling in ctx.poolings]
         weight_grads: list[Tensor | None] = []
         parts: dict[tuple[int, int], list[Tensor]] = {}
-        for k, (pooling, weights) in enumerate(zip(ctx.poolings, ctx.weights, strict=True)):
+        for k, (pooling, weights) in enumerate(zip(ctx.poolings, all_weights, strict=True)):
             request: Request = pooling.request
             own = [remaining.pop(0) for _ in request.rows]
             summed = [[_scaled(remaining.pop(0), a, ctx.modes) for a in stack] for stack in request.bags]
-            joined = torch.cat(own) if own else summed_like(ctx, request)
+            joined = torch.cat(own) if own else _no_rows(ctx, request)
             if pooling.sizes is not None:
                 joined = joined / pooling.sizes[:, None]
             edges = [0, *accumulate(request.family.kin.widths)]
-            weight_grads.append(_weight_gradient(ctx.columns[k], joined, pooling, edges) if ctx.columns[k] else None)
+            weight_grads.append(_weight_gradient(all_columns[k], joined, pooling, edges) if all_columns[k] else None)
             for j in range(request.family.columns):
                 columns = slice(edges[j], edges[j + 1])
-                rows = _spread(joined[:, columns], pooling, weights, ctx.tops[k][j])
+                rows = _spread(joined[:, columns], pooling, weights, tops[k][j])
                 if len(ctx.poolings) == 1 and request.plain:
                     return rows.reshape(-1), None, None, None, None, *weight_grads
                 for i, stack in enumerate(summed):
@@ -131,7 +136,7 @@ class Pool(torch.autograd.Function):
         return torch.cat(ordered) if ordered else None, None, None, None, None, *weight_grads
 
 
-def summed_like(ctx: Any, request: Request) -> Tensor:
+def _no_rows(ctx: Any, request: Request) -> Tensor:
     device = request.groups.unique.device
     return torch.zeros((0, sum(request.family.kin.widths)), dtype=ctx.dtype, device=device)
 

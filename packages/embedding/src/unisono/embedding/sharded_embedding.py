@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group
-from unisono.embedding.engine import GradReduce
 from unisono.embedding.layouts import Layout
 from unisono.embedding.one_table import NAME, OneTable, leave
 from unisono.embedding.optimizers import Rule
 from unisono.embedding.ragged import Ragged
+from unisono.embedding.residence import GradReduce
 from unisono.embedding.tables import Initialize, Table, draw_normal
 
 
@@ -71,7 +71,7 @@ class ShardedEmbedding(OneTable):
         super().__init__(table, plan, options, optimizer, group)
 
     def forward(self, input: Tensor) -> Tensor:
-        fine = isinstance(input, Tensor) and input.layout == torch.strided
+        fine = isinstance(input, Tensor) and input.layout == torch.strided and not input.is_nested
         problem = "" if fine else f"input: expected a strided Tensor, got {getattr(input, 'layout', type(input).__name__)}"
         flat = input.reshape(-1) if fine else torch.empty(0)
         offsets = torch.zeros(2, dtype=torch.int64, device=flat.device)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group
-from unisono.embedding.engine import GradReduce
 from unisono.embedding.layouts import Layout
 from unisono.embedding.one_table import NAME, OneTable, leave
 from unisono.embedding.optimizers import Rule
 from unisono.embedding.ragged import Ragged
+from unisono.embedding.residence import GradReduce
 from unisono.embedding.tables import Initialize, Mode, Table, draw_normal
 
 
@@ -117,7 +117,7 @@ class ShardedEmbeddingBag(OneTable):
 def _as_bags(input: Tensor, offsets: Tensor | None, weights: Tensor | None, include_last: bool) -> tuple[str, Ragged]:
     """What is wrong with the arguments, and the bags if nothing is."""
     nothing = Ragged(torch.empty(0), torch.empty(0))
-    if not isinstance(input, Tensor) or input.layout != torch.strided:
+    if not isinstance(input, Tensor) or input.layout != torch.strided or input.is_nested:
         return f"input: expected a strided Tensor, got {getattr(input, 'layout', type(input).__name__)}", nothing
     if input.ndim == 2:
         if offsets is not None:

@@ -105,10 +105,17 @@ class ShardedTable(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        for name, value in self._entries().items():
+        entries = self._entries()
+        if strict:
+            known = {prefix + name for name in entries}
+            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
+            stated = any(prefix + name in state_dict for name in self.states)  # weights alone may come without state
+            missing_keys += [
+                key for name in entries if (key := prefix + name) not in state_dict and (stated or name == "weight")
+            ]
+        for name, value in entries.items():
             given = state_dict.get(prefix + name)
             if given is None:
-                missing_keys += [prefix + name] if strict and name == "weight" else []
                 continue
             try:
                 self._copy(value, given, name)
@@ -120,6 +127,8 @@ class ShardedTable(nn.Module):
         shape = (self.table.rows, self.table.dim)[: own.ndim]
         if tuple(given.shape) != shape:
             raise ValueError(f"{name} of table {self.table.name!r} has shape {shape}, got {tuple(given.shape)}")
+        if own.is_meta:
+            raise ValueError(f"table {self.table.name!r} is on the meta device; call to_empty(device=...) first")
         if own.ndim == 0:
             own.copy_(given)
             return

@@ -33,7 +33,8 @@ class Table:
         features: Names of the inputs that look into this table; by default one, of the table's own name.
         mode: How the rows of a bag become one: "sum", "mean" or "max"; None: they do not, each id gives its row.
         padding_idx, max_norm, norm_type, scale_grad_by_freq: As in torch.nn.EmbeddingBag.
-        initialize: Fills rows in place, given a generator: `lambda rows, draw: rows.uniform_(-1, 1, generator=draw)`.
+        initialize: Fills rows in place, given a generator: `lambda rows, draw: rows.uniform_(-1, 1, generator=draw)`. It is
+            called for some thousands of rows at a time: what depends on the number of rows has to know it.
         ids_per_bag: What the planner expects where it is given no sample.
     """
 
@@ -73,6 +74,8 @@ class Table:
             return f"mode={self.mode!r} is not one of {', '.join(map(repr, MODES))}"
         if self.padding_idx is not None and not -self.rows <= self.padding_idx < self.rows:
             return f"padding_idx={self.padding_idx} must be within the {self.rows} rows"
+        if self.max_norm is not None and self.max_norm < 0:
+            return f"max_norm={self.max_norm} must not be negative"
         if self.max_norm is not None and not self.norm_type > 0:
             return f"norm_type={self.norm_type} must be positive"
         if self.mode == "max" and self.scale_grad_by_freq:
