@@ -178,6 +178,13 @@ def test_readers_of_nested_and_dense_features():
     assert torch.equal(collection({"a": torch.tensor([[1, 2]])})["a"], expected[:1])
 
 
+def test_reader_of_keyed_jagged_tensors():
+    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor", reason="TorchRec is not installed")
+    keyed = sparse.KeyedJaggedTensor.from_lengths_sync(["a", "b"], torch.tensor([1, 2, 3]), torch.tensor([2, 0, 0, 1]))
+    found = Ragged.from_keyed_jagged(keyed)
+    assert found["a"].values.tolist() == [1, 2] and found["b"].offsets.tolist() == [0, 0, 1]
+
+
 def test_results_may_be_changed_in_place():
     collection = EmbeddingCollection([Table("a", 5, 2), Table("b", 5, 2)], plan={"a": "row", "b": "table"})
     for x in collection({"a": torch.tensor([1]), "b": torch.tensor([2])}).values():

@@ -54,15 +54,19 @@ def tables(draw: Any, size: int, most_features: int) -> dict[str, Any]:
     by_frequency = mode != "max" and draw(st.sampled_from([False, False, True]))
     features = 1 if by_frequency else most_features  # torch counts the ids of one call, which is one feature
     max_norm = draw(st.sampled_from([None, None, 1.0]))
+    norm_type = draw(st.sampled_from([float("inf"), 2.0, 3.5])) if max_norm else 2.0
+    dim = draw(st.sampled_from([4, 4, 4, 1, 5]))
+    if mode == "max":  # other rows would often be 1.0 but for the last bit, which then says which of them is the largest
+        norm_type, dim = 2.0, 4
     bags = st.lists(st.sampled_from([3, 1, 0, 4, 2]), max_size=4)
     return {
         "rows": rows,
-        "dim": draw(st.sampled_from([4, 4, 4, 1, 5])),
+        "dim": dim,
         "mode": mode,
         "layout": draw(layouts(size)),
         "padding_idx": draw(st.none() | st.integers(-rows, rows - 1)),
         "max_norm": max_norm,
-        "norm_type": draw(st.sampled_from([float("inf"), 2.0, 3.5])) if max_norm else 2.0,
+        "norm_type": norm_type,
         "scale_grad_by_freq": by_frequency,
         "weights": draw(st.sampled_from(["learned", "fixed", "none"])) if mode == "sum" else "none",
         "lengths": draw(st.lists(st.lists(bags, min_size=size, max_size=size), min_size=1, max_size=features)),

@@ -17,7 +17,7 @@ from unisono.embedding.messages import Asked, consult, swap_requests
 from unisono.embedding.optimizers import FusedSink
 from unisono.embedding.pooling import Pool, Pooling, plan_pooling
 from unisono.embedding.ragged import Ragged, complain
-from unisono.embedding.requests import Request, complain_about_numbers, make_request, prepare
+from unisono.embedding.requests import Asking, Request, complain_about_numbers, make_request, prepare
 from unisono.embedding.residence import Residence
 from unisono.embedding.stacks import renormalise
 
@@ -100,11 +100,13 @@ class Engine(Residence):
         askings = {
             name: prepare(name, self.features[name], self.tables[self.features[name]], bags) for name, bags in inputs.items()
         }
-        found = []
-        for family in self.families:
-            own = [a for number in family.tables for a in askings.values() if a.table == number]
-            found.append(make_request(family, [(a, self._by_bags(a.table, a.weights)) for a in own], self.addresses))
-        return found
+        by_table: dict[int, list[tuple[Asking, bool]]] = {}
+        for asking in askings.values():
+            by_table.setdefault(asking.table, []).append((asking, self._by_bags(asking.table, asking.weights)))
+        return [
+            make_request(family, [pair for number in family.tables for pair in by_table.get(number, ())], self.addresses)
+            for family in self.families
+        ]
 
     def _by_bags(self, number: int, weights: Tensor | None) -> bool:
         """Whether the owner sums the bags. The gradient of a weight needs its row, and so does a maximum."""

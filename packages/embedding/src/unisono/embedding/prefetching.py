@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from unisono.collectives.agreement import agree
+from unisono.collectives.agreement import MismatchError, agree
 from unisono.collectives.groups import process_group, resolve
 from unisono.embedding.engine import Engine, Step
 from unisono.embedding.ragged import Ragged
@@ -51,15 +51,19 @@ class Prefetcher:
         if self.ahead is None:
             return None
         found = _same(self.ahead[0], features)
-        table = agree(
-            f"{self.engine.options.function}.prefetch",
-            self.engine.ranks,
-            same="forward after prefetch",
-            numbers=(int(found),),
-            words=lambda: "forward after prefetch",
-            device=self.engine.options.device,
-            rule="All ranks must prefetch, or none.",
-        )
+        try:
+            table = agree(
+                f"{self.engine.options.function}.prefetch",
+                self.engine.ranks,
+                same="forward after prefetch",
+                numbers=(int(found),),
+                words=lambda: "forward after prefetch",
+                device=self.engine.options.device,
+                rule="All ranks must prefetch, or none.",
+            )
+        except MismatchError:
+            self.ahead = None  # begun on some ranks only: it will never end
+            raise
         if not all(row[0] for row in table):
             self.drop()
             return None

@@ -74,8 +74,10 @@ def renormalise(stack: Stack | None, rows: Tensor, family: Family, ranks: Ranks,
         norms = _norm_over_columns(found, power, family, ranks)
         if stack is None:
             return
-    scales = torch.where(norms > family.kin.max_norm, family.kin.max_norm / (norms + 1e-7), torch.ones_like(norms))
-    stack.weight.index_copy_(0, unique.to(torch.int64), (found * scales[:, None]).to(found.dtype))
+    norms = norms.to(found.dtype).double()  # in torch's own steps, to the last bit: a maximum may hang on it
+    limits = torch.full_like(norms, family.kin.max_norm)
+    scales = torch.where(norms > limits, limits / (norms + 1e-7), 1.0).to(found.dtype)
+    stack.weight.index_copy_(0, unique.to(torch.int64), found * scales[:, None])
 
 
 def _norm_over_columns(found: Tensor, power: float, family: Family, ranks: Ranks) -> Tensor:
