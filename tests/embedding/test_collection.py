@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.embedding.whole_table import layouts
+from tests.embedding.whole_table import embedding_bag, layouts
 from unisono.collectives import count_bytes
 from unisono.embedding import SGD, EmbeddingCollection, Layout, Ragged, Table
 
@@ -40,7 +40,7 @@ def look_up_whole(weights: dict[str, nn.Parameter], features: dict[str, Ragged])
             if table.mode is None:
                 found[name] = nn.functional.embedding(ids, weights[table.name], table.padding_idx, **options)
             else:
-                found[name] = nn.functional.embedding_bag(
+                found[name] = embedding_bag(
                     ids, weights[table.name], offsets, mode=table.mode, include_last_offset=True, **options
                 )
     return found

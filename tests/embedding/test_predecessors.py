@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.embedding.whole_table import layouts, local_gradient
+from tests.embedding.whole_table import WholeBag, layouts, local_gradient
 from unisono.collectives import all_reduce
 from unisono.embedding import (
     SGD,
@@ -66,7 +66,7 @@ def law(dense: Any, everyones: Sequence[Bags], *, steps: int = 1, sparse: bool =
 
 def bag(**options: Any) -> nn.EmbeddingBag:
     torch.manual_seed(0)
-    return nn.EmbeddingBag(ROWS, DIM, dtype=torch.float64, **{"mode": "sum", **options})
+    return WholeBag(ROWS, DIM, dtype=torch.float64, **{"mode": "sum", **options})
 
 
 def embedding(**options: Any) -> nn.Embedding:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.embedding.whole_table import local_gradient
+from tests.embedding.whole_table import embedding_bag, local_gradient
 from unisono.collectives.testing import run_ranks
 from unisono.embedding import (
     SGD,
@@ -111,7 +111,7 @@ def look_up_whole(spec: dict[str, Any], weight: Tensor, bags: Ragged) -> Tensor:
     if spec["mode"] is None:
         return nn.functional.embedding(bags.values, weight, **options)
     options |= {"mode": spec["mode"], "per_sample_weights": bags.weights, "include_last_offset": True}
-    return nn.functional.embedding_bag(bags.values, weight, bags.offsets, **options)
+    return embedding_bag(bags.values, weight, bags.offsets, **options)
 
 
 class Expected:

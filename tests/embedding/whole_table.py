@@ -11,6 +11,33 @@ from torch import Tensor, nn
 from unisono.embedding import Layout, ShardedEmbedding, ShardedEmbeddingBag
 
 ROWS, DIM = 11, 5
+_WRONG_BY_FREQUENCY = tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 15)
+
+
+def embedding_bag(ids: Tensor, weight: Tensor, offsets: Tensor, **options: Any) -> Tensor:
+    """torch's; but the gradient that the oldest torch gives a bag with scale_grad_by_freq is not that of its look-ups."""
+    if not (options.get("scale_grad_by_freq") and _WRONG_BY_FREQUENCY):
+        return nn.functional.embedding_bag(ids, weight, offsets, **options)
+    mode, padding = options.pop("mode", "mean"), options.get("padding_idx")
+    weights, include_last = options.pop("per_sample_weights", None), options.pop("include_last_offset", False)
+    ends = offsets[1:] if include_last else torch.cat([offsets[1:], offsets.new_tensor([len(ids)])])
+    bags = torch.arange(len(ends)).repeat_interleave(ends - offsets[: len(ends)])
+    rows = nn.functional.embedding(ids, weight, **options)
+    rows = rows if weights is None else rows * weights[:, None]
+    keep = torch.ones_like(ids, dtype=torch.bool) if padding is None else ids != padding % len(weight)
+    sums = rows.new_zeros((len(ends), rows.shape[1])).index_add(0, bags[keep], rows[keep])
+    return sums if mode == "sum" else sums / torch.bincount(bags[keep], minlength=len(ends)).clamp(min=1)[:, None]
+
+
+class WholeBag(nn.EmbeddingBag):
+    """torch's module on that function."""
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        if offsets is None:
+            return super().forward(input, offsets, per_sample_weights)
+        names = ("mode", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "include_last_offset")
+        options = {name: getattr(self, name) for name in names}
+        return embedding_bag(input, self.weight, offsets, per_sample_weights=per_sample_weights, **options)
 
 
 def layouts(world_size: int) -> dict[str, Layout]:
@@ -66,7 +93,7 @@ def run_bag(case: dict[str, Any], layout: str) -> None:
     case = {"lengths": LENGTHS, "mode": "sum", **case}
     options = case.get("options", {})
     torch.manual_seed(0)
-    dense = nn.EmbeddingBag(ROWS, DIM, mode=case["mode"], dtype=torch.float64, **options)
+    dense = WholeBag(ROWS, DIM, mode=case["mode"], dtype=torch.float64, **options)
     reduce = case.get("grad_reduce", "sum")
     module = ShardedEmbeddingBag.from_dense(dense, layouts(size)[layout], grad_reduce=reduce, sparse=case.get("sparse", False))
     inputs = [draw_case(case, r) for r in range(size)]
