@@ -115,8 +115,8 @@ def _give_back(question: Question, grads: Tensor, factor: float, sink: Sink, ran
         sums = sum_groups(grads, bags, groups, weights)
         frequencies = None if asked.frequencies is None else _sum_numbers(asked.frequencies, groups)
         if frequencies is not None:
-            frequencies, _ = gather_copies(frequencies, None, family, ranks)
-        rows, every = gather_copies(groups.unique, sums, family, ranks)
+            frequencies, _ = gather_copies(frequencies, None, ranks)
+        rows, every = gather_copies(groups.unique, sums, ranks)
         assert every is not None
         grads, bags, weights = every, None, None
     else:

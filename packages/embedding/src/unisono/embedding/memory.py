@@ -14,7 +14,7 @@ _MADV_HUGEPAGE = 14
 
 
 def empty_rows(shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.empty; look-ups and updates take a fifth less time where Linux grants large pages."""
+    """torch.empty, advised to be large pages where Linux grants them."""
     rows = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu" and rows.nbytes >= _LARGE and sys.platform == "linux":
         start = -(-rows.data_ptr() // _PAGE) * _PAGE

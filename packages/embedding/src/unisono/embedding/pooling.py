@@ -66,7 +66,7 @@ def plan_pooling(request: Request, modes: Sequence[str | None]) -> Pooling:
 class Pool(torch.autograd.Function):
     """From the answers of all stacks to the features of all families.
 
-    forward(answers, modes, rank, poolings, *weights): `answers` is flat: of each rank in turn, for each family, the rows
+    forward(answers, modes, rank, size, poolings, *weights): `answers` is flat: of each rank in turn, for each family, the rows
     and sums of its stack; `weights`: the joined weights of request.rows of each pooling, or None. Returns the features of
     all poolings: those pooled here, then those summed by their owners, stack by stack.
 

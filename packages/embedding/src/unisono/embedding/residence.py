@@ -95,7 +95,7 @@ class Residence:
             return None
         shape = (family.heights[place[0]], family.kin.widths[place[1]])
         weight = empty_rows(shape, dtype=self.options.dtype, device=self.options.device)
-        return Stack(family, *place, self.ranks, weight, make_states(rule, weight, self.steps))
+        return Stack(family, *place, weight, make_states(rule, weight, self.steps))
 
     def attach(self, modules: Sequence[ShardedTable]) -> None:
         """Give the modules their shards; for modules that have some, after the stacks have moved."""

@@ -18,7 +18,6 @@ class Stack:
     family: Family
     number: int  # of the family's stacks
     column: int
-    ranks: Ranks
     weight: Tensor  # (rows, width)
     state: dict[str, Tensor] = field(default_factory=dict)  # of a fused optimizer
 
@@ -51,7 +50,7 @@ def sum_columns(partial: Tensor, family: Family, ranks: Ranks, *, largest: bool 
     return total
 
 
-def gather_copies(rows: Tensor, sums: Tensor | None, family: Family, ranks: Ranks) -> tuple[Tensor, Tensor | None]:
+def gather_copies(rows: Tensor, sums: Tensor | None, ranks: Ranks) -> tuple[Tensor, Tensor | None]:
     """Where every rank has a copy: what all ranks have for it, in rank order. All ranks of the group call."""
     group = group_of(ranks)
     return all_gather(rows, group=group), None if sums is None else all_gather(sums, group=group)
@@ -61,7 +60,7 @@ def renormalise(stack: Stack | None, rows: Tensor, family: Family, ranks: Ranks,
     """Shorten the rows that are looked up to max_norm, in place, as torch.embedding_renorm_ does; columns share one norm."""
     assert family.kin.max_norm is not None
     if family.replicated and ranks.size > 1:
-        rows, _ = gather_copies(rows, None, family, ranks)
+        rows, _ = gather_copies(rows, None, ranks)
     unique = torch.unique(rows)
     power = family.kin.norm_type
     if family.columns == 1:
