@@ -68,7 +68,7 @@ class Engine(Residence):
                     renormalise(question.stack, question.asked.rows, question.family, self.ranks, self.options.dtype)
         like = torch.empty(0, dtype=self.options.dtype, device=self.options.device)
         factor = 1 / self.ranks.size if self.options.grad_reduce == "mean" else 1.0
-        sink, parameters = self._sink(like)
+        sink, parameters = self._sink()
         flat = Answer.apply(questions, self.ranks, factor, sink, like, *parameters)
         flat = self._swap_answers(flat, questions, step.requests)
         modes = [table.mode for table in self.tables]
@@ -115,7 +115,7 @@ class Engine(Residence):
             return False
         return table.summable and layout.kind in ("table", "column") and layout.answers != "rows"
 
-    def _sink(self, like: Tensor) -> tuple[Sink, list[Tensor]]:
+    def _sink(self) -> tuple[Sink, list[Tensor]]:
         parameters: list[Tensor] = [module.weight for module in self.modules]
         if self.optimizer is not None:
             frozen = {k for k, parameter in enumerate(parameters) if not parameter.requires_grad}

@@ -88,5 +88,20 @@ class OneTable(ShardedTable):
         return ", ".join(options)
 
 
-def leave(rows: Tensor, draw: torch.Generator) -> None:
+def dense_options(module: nn.Embedding | nn.EmbeddingBag, options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that make a spread table like `module`, but for its weights; `options` have the last word."""
+    names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+    found = {name: getattr(module, name) for name in names}
+    sparse = module.sparse and options.get("optimizer") is None
+    return {
+        **found,
+        "sparse": sparse,
+        "device": module.weight.device,
+        "dtype": module.weight.dtype,
+        "initialize": _leave,
+        **options,
+    }
+
+
+def _leave(rows: Tensor, draw: torch.Generator) -> None:
     """The weights are there already."""

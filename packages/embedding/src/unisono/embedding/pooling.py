@@ -84,7 +84,7 @@ class Pool(torch.autograd.Function):
         poolings: list[Pooling],
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.modes, ctx.rank, ctx.size, ctx.poolings = modes, rank, size, poolings
+        ctx.modes, ctx.rank, ctx.poolings = modes, rank, poolings
         ctx.dtype = flat.dtype
         blocks = _unpack(flat, poolings, rank, size)
         outputs: list[Tensor] = []

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from unisono.collectives import Group
 from unisono.embedding.layouts import Layout
-from unisono.embedding.one_table import NAME, OneTable, leave
+from unisono.embedding.one_table import NAME, OneTable, dense_options
 from unisono.embedding.optimizers import Rule
 from unisono.embedding.ragged import Ragged
 from unisono.embedding.residence import GradReduce
@@ -75,23 +75,8 @@ class ShardedEmbeddingBag(OneTable):
     @classmethod
     def from_dense(cls, module: nn.EmbeddingBag, plan: str | Layout = "row", *, group: Group = None, **options: Any) -> Self:
         """The same table, spread. Every rank has a copy of `module`. `options`: optimizer, grad_reduce, wire_dtype."""
-        options = {"sparse": module.sparse and options.get("optimizer") is None, **options}
-        made = cls(
-            module.num_embeddings,
-            module.embedding_dim,
-            mode=module.mode,  # type: ignore[arg-type]
-            plan=plan,
-            padding_idx=module.padding_idx,
-            include_last_offset=module.include_last_offset,
-            max_norm=module.max_norm,
-            norm_type=module.norm_type,
-            scale_grad_by_freq=module.scale_grad_by_freq,
-            device=module.weight.device,
-            dtype=module.weight.dtype,
-            initialize=leave,
-            group=group,
-            **options,
-        )
+        options = {"mode": module.mode, "include_last_offset": module.include_last_offset, **options}
+        made = cls(module.num_embeddings, module.embedding_dim, plan=plan, group=group, **dense_options(module, options))
         made._take(module, f"{cls.__name__}.from_dense")
         return made
 
