@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from tests.clip.small_clip import CAPTIONS
-from unisono_models.clip.data.pairs import PairBatch, Skip
+from unisono_models.clip.data.pairs import PairBatch
+from unisono_models.training.skipped import Skip
 
 WORDS = sorted({word for text in CAPTIONS for word in text.split()})
 

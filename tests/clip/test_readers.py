@@ -22,13 +22,13 @@ from tests.clip.pictures import COLOURS, colours_of, noise, picture, sample, wri
 from unisono.collectives.groups import resolve
 from unisono_models.clip.data import images, tar_index, tars
 from unisono_models.clip.data.images import BrokenImageError, decode_image
-from unisono_models.clip.data.pairs import PairBatch, Skip
+from unisono_models.clip.data.pairs import PairBatch
 from unisono_models.clip.data.records import clean_text, concept_from, concept_of, printable
-from unisono_models.clip.data.skipped import Skipped
 from unisono_models.clip.data.sources import expand_braces, find_files, open_pairs
 from unisono_models.clip.data.splits import split_pairs
 from unisono_models.clip.data.tables import TablePairs
 from unisono_models.clip.data.tar_index import TextFields, index_tar
+from unisono_models.training.skipped import Skip, Skipped
 
 fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

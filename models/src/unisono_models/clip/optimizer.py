@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from unisono_models.clip.config import OptimizerConfig
 from unisono_models.training.parallel import repeated_blocks
+from unisono_models.training.schedule import part_of_rate
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -27,12 +27,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig, step: int, steps: int) -> float:
     """The learning rate of `step` out of `steps`: up in a line, down in a cosine. Returned, and set in the optimizer."""
-    rising = config.warmup * steps
-    if step < rising:
-        part = (step + 1) / (rising + 1)
-    else:
-        done = (step - rising) / max(1.0, steps - rising)
-        part = config.final + (1 - config.final) * (1 + math.cos(math.pi * done)) / 2
+    part = part_of_rate(step, steps, warmup=config.warmup, final=config.final)
     for group in optimizer.param_groups:
         group["lr"] = config.lr * part * group["scale"]
     return config.lr * part

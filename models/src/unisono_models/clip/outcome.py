@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from unisono_models.clip.config import Config
 from unisono_models.clip.data.emoji import emoji_pairs
-from unisono_models.clip.data.skipped import Skipped
 from unisono_models.clip.evaluate import Encoder, pixel_floor
 from unisono_models.clip.gallery import Gallery
 from unisono_models.clip.model import Clip
@@ -21,6 +20,7 @@ from unisono_models.clip.picture import draw_searches
 from unisono_models.clip.source import Source
 from unisono_models.training.report import Picture, write_report
 from unisono_models.training.run_directory import RunDirectory
+from unisono_models.training.skipped import Skipped
 from unisono_models.training.talk import together
 
 QUERIES = ("red heart", "happy dog", "fruit", "rain and thunder", "I am so tired", "fish in the sea", "let's party")

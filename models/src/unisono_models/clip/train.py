@@ -10,7 +10,6 @@ from torch import Tensor
 from unisono_models.clip.batches import Batches
 from unisono_models.clip.config import Config
 from unisono_models.clip.data.loader import load_steps
-from unisono_models.clip.data.skipped import Skipped
 from unisono_models.clip.evaluate import Encoder, evaluate
 from unisono_models.clip.features import CaptionFeatures, PictureFeatures, tested_captions
 from unisono_models.clip.model import Clip
@@ -28,6 +27,8 @@ from unisono_models.training.randomness import key_of
 from unisono_models.training.ranks import Ranks, start_ranks
 from unisono_models.training.run_directory import open_run
 from unisono_models.training.run_log import RunLog
+from unisono_models.training.schedule import is_due
+from unisono_models.training.skipped import Skipped
 from unisono_models.training.stopping import Stopping
 
 
@@ -116,10 +117,6 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                 figures = evaluate(encoder, source.tests)
                 log.evaluation(steps - 1, figures)
         conclude(run, config, learner, encoder, source, figures, skipped)
-
-
-def is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 if __name__ == "__main__":

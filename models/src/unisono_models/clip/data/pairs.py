@@ -8,21 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from unisono_models.training.skipped import Skip
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-
-@dataclass(frozen=True)
-class Skip:
-    """A pair that was asked for and left out."""
-
-    index: int
-    name: str
-    """Where it came from, fit to print."""
-    reason: str
-    """One of a few, to count by: "broken image", "empty caption", …"""
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,6 +28,9 @@ class PairBatch:
     """int64, (n,): the place in the whole data set, which randomness goes by."""
     skipped: tuple[Skip, ...] = ()
     """Those left out. They travel with the batch, so that they are counted whichever process has read it."""
+
+    def __len__(self) -> int:
+        return len(self.captions)
 
 
 class Pairs(Protocol):

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from unisono_models.clip.data.images import BrokenImageError, decode_image
-from unisono_models.clip.data.pairs import PairBatch, Skip
+from unisono_models.clip.data.pairs import PairBatch
+from unisono_models.training.skipped import Skip
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from torch import Tensor
 from unisono.collectives import all_gather
 from unisono.collectives.groups import resolve
 from unisono_models.clip.data.images import MAX_BYTES
-from unisono_models.clip.data.pairs import PairBatch, Skip
+from unisono_models.clip.data.pairs import PairBatch
 from unisono_models.clip.data.records import Record, check_indices, make_batch, skip
 from unisono_models.clip.data.tar_index import COLUMNS, MAX_TEXT, TextFields, fingerprint, index_cached, load_index, save_index
+from unisono_models.training.skipped import Skip
 from unisono_models.training.talk import hear, together
 
 _OPEN_FILES = 64

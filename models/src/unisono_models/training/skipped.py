@@ -1,20 +1,43 @@
-"""How many pairs were left out of a run, and why."""
+"""How many samples were left out of a run, and why."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from unisono_models.clip.data.pairs import PairBatch, Skip
 from unisono_models.training.talk import Json, hear
 
 _EXAMPLES = 3  # of each reason
 
 
-class Skipped:
-    """Counts the pairs that a rank has read, and those of them that were skipped. All but `add` is for all ranks together.
+@dataclass(frozen=True)
+class Skip:
+    """A sample that was asked for and left out."""
 
-    `before`: the `summary()` of an earlier part of the run, from its checkpoint.
+    index: int
+    name: str
+    """Where it came from, fit to print."""
+    reason: str
+    """One of a few, to count by: "broken image", "empty caption", …"""
+    error: str = ""
+
+
+class ReadBatch(Protocol):
+    """What was read: `len` of it, and what was left out."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def skipped(self) -> Sequence[Skip]: ...
+
+
+class Skipped:
+    """Counts the samples that a rank has read, and those that were skipped. All but `add` is for all ranks together.
+
+    `before`: the `summary()` of an earlier part of the run, from its checkpoint. `what`, `place`: what samples are called, and
+    what `Skip.index` counts.
 
     Example:
         skipped = Skipped()
@@ -23,15 +46,16 @@ class Skipped:
         skipped.report()  ->  1 of 2,048 pairs skipped. empty caption: 1, such as 00003.tar/31.jpg (row 31)
     """
 
-    def __init__(self, *, before: Mapping[str, Json] | None = None) -> None:
+    def __init__(self, *, before: Mapping[str, Json] | None = None, what: str = "pairs", place: str = "row") -> None:
+        self._what, self._place = what, place
         self._before = before or {"read": 0, "reasons": {}, "examples": {}}
         self._read = 0
         self._reasons: Counter[str] = Counter()
         self._examples: dict[str, list[list[Json]]] = {}
 
-    def add(self, batch: PairBatch) -> None:
+    def add(self, batch: ReadBatch) -> None:
         """Count what this rank has read."""
-        self._read += len(batch.captions) + len(batch.skipped)
+        self._read += len(batch) + len(batch.skipped)
         for skip in batch.skipped:
             self._reasons[skip.reason] += 1
             examples = self._examples.setdefault(skip.reason, [])
@@ -57,7 +81,7 @@ class Skipped:
     def check(self, threshold: float, *, at_least: int = 100) -> None:
         """Stop the run, on every rank, if more than `threshold` of what was read was skipped.
 
-        `at_least`: fewer pairs than that count as that many, or the very first broken one could end a run.
+        `at_least`: fewer samples than that count as that many, or the very first broken one could end a run.
 
         Raises: ValueError with the report.
         """
@@ -66,20 +90,19 @@ class Skipped:
         summary = self.summary()
         if sum(summary["reasons"].values()) > threshold * max(summary["read"], at_least):
             raise ValueError(
-                f"{_describe(summary)}\nThis is more than the {threshold:.4g} of them that may be: "
+                f"{self._describe(summary)}\nThis is more than the {threshold:.4g} of them that may be: "
                 "mend the data, or allow more if that many are expected"
             )
 
     def report(self) -> str:
         """One paragraph for the run's log."""
-        return _describe(self.summary())
+        return self._describe(self.summary())
 
-
-def _describe(summary: Mapping[str, Json]) -> str:
-    total = sum(summary["reasons"].values())
-    parts = [f"{total:,} of {summary['read']:,} pairs skipped."]
-    for reason, count in summary["reasons"].items():
-        shown = [Skip(index, name, reason, error) for index, name, error in summary["examples"].get(reason, [])]
-        texts = [f"{s.name} (row {s.index})" + (f": {s.error}" if s.error else "") for s in shown]
-        parts.append(f"{reason}: {count:,}, such as " + "; ".join(texts))
-    return "\n  ".join(parts) if len(parts) > 2 else " ".join(parts)
+    def _describe(self, summary: Mapping[str, Json]) -> str:
+        total = sum(summary["reasons"].values())
+        parts = [f"{total:,} of {summary['read']:,} {self._what} skipped."]
+        for reason, count in summary["reasons"].items():
+            shown = [Skip(index, name, reason, error) for index, name, error in summary["examples"].get(reason, [])]
+            texts = [f"{s.name} ({self._place} {s.index})" + (f": {s.error}" if s.error else "") for s in shown]
+            parts.append(f"{reason}: {count:,}, such as " + "; ".join(texts))
+        return "\n  ".join(parts) if len(parts) > 2 else " ".join(parts)

@@ -1,0 +1,1 @@
+"""How good predictions and rankings are: exact, over all ranks."""
