@@ -1,7 +1,7 @@
 """Model and optimizers as named tensors and JSON, and back: the same names for plain, DDP and FSDP2 models.
 
 Names: model/{parameter}, optimizer/{optimizer}/{parameter}/{entry}, extra/{name}. All that is not a tensor (hyperparameters,
-a step kept as a number, a module's extra state) must be JSON.
+a step kept as a number, a module's extra state) must be JSON, or a dict of tensors and JSON.
 """
 
 from __future__ import annotations
@@ -94,11 +94,14 @@ class Targets:
 
     def install(self) -> None:
         """Once the tensors are filled: put them, and all that is not a tensor, where they belong."""
-        model: dict[str, Any] = {
-            name.removeprefix("model/"): value for name, value in self.tensors.items() if name.startswith("model/")
-        }
-        model |= {name.removeprefix("model/"): value for name, value in self._values["model"].items()}
-        set_model_state_dict(self._model, model)
+        model: dict[str, Any] = {}
+        for name, value in [*self.tensors.items(), *self._values["model"].items()]:
+            kind, key, *inner = name.split("/", 2)
+            if kind == "model" and inner:
+                model.setdefault(key, {})[inner[0]] = value
+            elif kind == "model":
+                model[key] = value
+        set_model_state_dict(_inner(self._model), model)
         for optimizer, states in self._states:
             optimizer.state.clear()
             optimizer.state.update(states)
@@ -164,12 +167,21 @@ def _plain_name(model: nn.Module, full: str) -> str:
 
 
 def _entries(model: nn.Module, extra: Extra) -> Iterator[tuple[str, Any]]:
-    yield from ((f"model/{name}", value) for name, value in get_model_state_dict(model).items())
+    for name, value in get_model_state_dict(_inner(model)).items():
+        if isinstance(value, dict):  # the extra state of a module
+            yield from ((f"model/{name}/{key}", held) for key, held in value.items())
+        else:
+            yield f"model/{name}", value
     for name, held in extra.items():
         if isinstance(held, Tensor):
             yield f"extra/{name}", held
         else:
             yield from ((f"extra/{name}/{inner}", value) for inner, value in get_model_state_dict(held).items())
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Without DDP's wrapper, under which torch does not find entries that are neither parameters nor buffers."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _room_for(entry: Entry, parameter: Tensor, *, on_cpu: bool) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -35,13 +35,7 @@ class Batch:
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
         """On `device`, with numbers and labels of `dtype`."""
-
-        def move(x: Ids) -> Ids:
-            if isinstance(x, Ragged):
-                return Ragged(x.values.to(device, non_blocking=True), x.offsets.to(device, non_blocking=True))
-            return x.to(device, non_blocking=True)
-
-        ids = {name: move(x) for name, x in self.ids.items()}
+        ids = {name: move_ids(x, device) for name, x in self.ids.items()}
         numbers, labels = (x.to(device, dtype, non_blocking=True) for x in (self.numbers, self.labels))
         return Batch(ids, numbers, labels, self.index.to(device, non_blocking=True), self.skipped)
 
@@ -51,6 +45,17 @@ class Batch:
         ids = {name: join_ids([part.ids[name] for part in parts]) for name in parts[0].ids}
         numbers, labels, index = (torch.cat([getattr(p, name) for p in parts]) for name in ("numbers", "labels", "index"))
         return Batch(ids, numbers, labels, index, tuple(skip for part in parts for skip in part.skipped))
+
+
+@overload
+def move_ids(ids: Tensor, device: torch.device) -> Tensor: ...
+@overload
+def move_ids(ids: Ragged, device: torch.device) -> Ragged: ...
+def move_ids(ids: Ids, device: torch.device) -> Ids:
+    if isinstance(ids, Ragged):
+        values, offsets = (x.to(device, non_blocking=True) for x in (ids.values, ids.offsets))
+        return ids._replace(values=values, offsets=offsets)
+    return ids.to(device, non_blocking=True)
 
 
 def join_ids(parts: Sequence[Ids]) -> Ids:

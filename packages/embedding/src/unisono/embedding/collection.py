@@ -116,6 +116,12 @@ class EmbeddingCollection(nn.Module):
         found: nn.Parameter = self.tables[table].weight  # type: ignore[assignment]
         return found
 
+    def full_weight(self, table: str) -> Tensor:
+        """All rows of a table, on every rank, whatever the layout. All ranks call."""
+        module = self.tables[table]
+        assert isinstance(module, ShardedTable)
+        return module.full_weight()
+
     def forward(self, features: Features) -> dict[str, Tensor | Ragged]:
         step = None if self._prefetcher is None else self._prefetcher.take(features)
         found = self.engine.look_up(*self._read(features)) if step is None else self.engine.finish(step)

@@ -63,6 +63,14 @@ class Plan:
             parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
         return "\n\n".join(parts)
 
+    def to_rows(self) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+        """The same as rows, by the names of their columns: those of the tables, and those of the ranks."""
+        tables, ranks = (
+            [dict(zip(header, row, strict=True)) for row in rows]
+            for header, rows in (self._describe_tables(), self._describe_ranks())
+        )
+        return tables, ranks
+
     def _describe_tables(self) -> tuple[list[str], list[list[str]]]:
         header = ["table", "rows x dim", "layout", "answers", "sent by a rank", "memory of a rank", "why"]
         return header, [

@@ -1,0 +1,62 @@
+"""ClickModel: the probability that a user likes an item, from the features of both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from unisono_models.recommender.config import ModelConfig
+from unisono_models.recommender.data.batch import Batch, Ids
+from unisono_models.recommender.features import Feature
+from unisono_models.recommender.heads.deep import DeepCross, DeepFM, Dlrm
+from unisono_models.recommender.heads.inputs import Head, Inputs, Shape
+from unisono_models.recommender.heads.machines import FactorizationMachine, LogisticRegression
+from unisono_models.recommender.tables import Tables
+
+HEADS: dict[str, type[Head]] = {
+    "lr": LogisticRegression,
+    "fm": FactorizationMachine,
+    "deepfm": DeepFM,
+    "dcn": DeepCross,
+    "dlrm": Dlrm,
+}
+
+
+def table_width(config: ModelConfig) -> int:
+    """Of the tables that a model needs: a vector, a weight, or both in one row, for one look-up."""
+    head = HEADS[config.kind]
+    return config.dim * head.vectors + head.linear
+
+
+class ClickModel(nn.Module):
+    """Tables, and a head on what they give. forward: a Batch to (rows,) logits.
+
+    Numbers are fields, too, of most heads: their values times learned vectors.
+    """
+
+    def __init__(self, config: ModelConfig, features: tuple[Feature, ...], tables: Tables) -> None:
+        super().__init__()
+        self.config, self.features, self.tables = config, features, tables
+        numbers = sum(feature.kind == "number" for feature in features)
+        head = HEADS[config.kind]
+        self.numbers = None
+        if numbers and head.number_fields:
+            self.numbers = nn.Parameter(torch.randn(numbers, table_width(config)) * config.init)
+        fields = len(features) if head.number_fields else len(features) - numbers
+        self.head = head(Shape(fields, config.dim, numbers, config))
+        self.dropout = nn.Dropout(config.embedding_dropout)
+
+    def forward(self, batch: Batch, *, frozen_tables: bool = False) -> Tensor:
+        found = self.tables(self.look_ups(batch), frozen=frozen_tables)
+        rows = torch.stack([found[feature.name] for feature in self.features if feature.kind != "number"], 1)
+        if self.numbers is not None:
+            rows = torch.cat([rows, batch.numbers[:, :, None] * self.numbers], 1)
+        linear = HEADS[self.config.kind].linear
+        vectors = rows[..., 1:] if linear else rows
+        weights = rows[..., 0] if linear else rows.new_zeros(rows.shape[:2])
+        logits: Tensor = self.head(Inputs(self.dropout(vectors), weights, batch.numbers))
+        return logits
+
+    def look_ups(self, batch: Batch) -> dict[str, Ids]:
+        """What is looked up in the tables for a batch."""
+        return batch.ids

@@ -1,0 +1,125 @@
+"""The settings of the recommender. Every field is an option of the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from unisono_models.training.config import CheckpointConfig, ParallelConfig, RunConfig
+
+MOVIES = ("user_id", "item_id", "age", "gender", "occupation", "genre:ids", "release_year")
+"""The seven fields of ml-1m in RecBole's context protocol."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is learned from: interactions of users with items, or rows of clicks."""
+
+    source: str = "ml-1m"
+    """ml-1m or ml-100k (they come with pip packages); a folder of RecBole's atomic files; Criteo's TSV or parquet: a file, a
+    folder, or a pattern such as '/data/day_{0..22}'."""
+    format: Literal["auto", "atomic", "criteo", "parquet"] = "auto"
+    """auto: by the names of the files; .inter is atomic, .parquet is parquet, all else is criteo."""
+    features: tuple[str, ...] = MOVIES
+    """Columns the model sees: NAME (one id), NAME:ids (some ids), NAME:number; NAME:id:ROWS where data is streamed."""
+    user: str = "user_id"
+    """Column of the user, in atomic files."""
+    item: str = "item_id"
+    label: str = "rating"
+    """Column of what is to be predicted."""
+    keep: str = "[0,3);(3,inf)"
+    """Of atomic files: interactions whose label is in these intervals."""
+    threshold: float = 4.0
+    """Of atomic files: a label of at least this is a 1, else a 0."""
+    split: Literal["rows", "per_user"] = "rows"
+    """Of atomic files: random parts of all rows, or of each user's."""
+    parts: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    """Train, validation, test. Of streamed data the last two are blocks of lines."""
+    split_seed: int = 0
+    """Decides the parts: runs with other seeds are tested on the same rows."""
+    test: str = ""
+    """Streamed data to test on instead, such as the last day."""
+    ids: Literal["hashed", "mapped"] = "hashed"
+    """Of streamed data. hashed: to one of the rows. mapped: each id gets a row of its own once it has come `seen` times."""
+    seen: int = 1
+    eviction: Literal["none", "least_recent", "least_frequent"] = "none"
+    """Who makes room when all rows are taken."""
+    batch: int = 4096
+    """Over all ranks."""
+    max_broken: float = 0.01
+    """The run stops if a larger part of the rows is bad."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What predicts."""
+
+    kind: Literal["lr", "fm", "deepfm", "dcn", "dlrm", "two_tower"] = "deepfm"
+    dim: int = 16
+    """Width of the embeddings."""
+    init: float = 0.01
+    """Standard deviation of the first embeddings."""
+    hidden: tuple[int, ...] = (128, 128)
+    """Layers of the perceptron; of two_tower, of each tower."""
+    dropout: float = 0.2
+    """In the perceptron."""
+    embedding_dropout: float = 0.0
+    """Of the embeddings, before the perceptron and the crosses."""
+    crosses: int = 3
+    """Cross layers of dcn."""
+    bottom: tuple[int, ...] = (64,)
+    """Layers of dlrm's perceptron for numbers; one of `dim` follows."""
+    users: tuple[str, ...] = ("user_id",)
+    """Features of the user tower."""
+    items: tuple[str, ...] = ("item_id",)
+    """Features of the item tower."""
+    cosine: bool = True
+    """Towers give vectors of unit length."""
+    temperature: float = 0.1
+    """Of the softmax over the items of the global batch."""
+    log_q: float = 1.0
+    """How far frequent items, which come as negatives more often, are corrected for: 1 makes the loss that of all items."""
+
+
+@dataclass(frozen=True)
+class TablesConfig:
+    """The embedding tables: where they lie, and how they learn. Rows that were looked up change during the backward."""
+
+    plan: Literal["auto", "row", "column", "table", "replicated"] = "auto"
+    memory_gb: float | None = None
+    """What a rank may hold, for the planner."""
+    optimizer: Literal["adam", "adagrad", "rowwise_adagrad", "sgd"] = "adam"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    """Of rows that are looked up."""
+    wire: Literal["full", "bfloat16", "float16"] = "full"
+    """How rows travel."""
+    prefetch: bool = False
+    """Row numbers of the next batch travel while this one computes. Worth it where communication is slow."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW for all that is not a table; the schedule, a warm-up and a cosine, is that of the tables, too."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    warmup: float = 0.02
+    """Part of the steps in which the learning rate rises."""
+    final: float = 0.0
+    """Part of the learning rate that is left at the end."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training of the recommender."""
+
+    run: RunConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tables: TablesConfig = field(default_factory=TablesConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -1,0 +1,176 @@
+"""Rows in parquet files: ids as integers or texts, lists of them, numbers, and a label."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unisono_models.recommender.data.batch import Batch, Ids, take_ids
+from unisono_models.recommender.data.blocks import empty_batch
+from unisono_models.recommender.data.parquet_columns import is_bags, is_ids, is_numbers, read_bags, read_ids, read_numbers
+from unisono_models.recommender.features import Feature
+from unisono_models.training.skipped import Skip
+
+_OPEN_FILES = 16
+_CACHE_BYTES = 256 * 2**20
+_KINDS = {
+    "id": (is_ids, "integers or strings"),
+    "ids": (is_bags, "lists of integers or strings"),
+    "number": (is_numbers, "numbers"),
+}
+
+
+class ParquetBlocks:
+    """Blocks (see blocks.Blocks) of one or several parquet files, with the features asked for, by the columns' names.
+
+    Ids are integers as they are, or texts, which are hashed (unisono.embedding.hash_strings); null is -1. Bags are lists of
+    either; null is an empty one. Numbers are as they are; null is 0. label: the column of booleans, or of numbers 0 and 1.
+    A row is bad if its label is anything else or null, or a number is not finite as float32.
+
+    rows_per_block: a block is a row group, or a part of it of at most so many rows. The last row groups read are kept, as
+    many as fit into 256 MiB, so a random order is as fast as row groups are small; `notes` says if they are much larger
+    than a block.
+
+    Raises: ImportError without pyarrow; ValueError for a file that lacks a column, or has another type of it, or is no parquet.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], features: Sequence[Feature], *, label: str = "label", rows_per_block: int = 4096
+    ) -> None:
+        if rows_per_block < 1:
+            raise ValueError(f"ParquetBlocks: rows_per_block={rows_per_block} must be at least 1")
+        self._paths, self._features, self._label = [Path(path) for path in paths], tuple(features), label
+        self.notes: tuple[str, ...] = ()
+        self._forget()
+        places: list[tuple[int, int, int, int, int]] = []  # file, row group, rows before in the file and in the group, rows
+        for number in range(len(self._paths)):
+            self._check_columns(number)
+            metadata = self._file(number).metadata
+            before, largest = 0, 0
+            for group in range(metadata.num_row_groups):
+                rows = metadata.row_group(group).num_rows
+                starts = range(0, rows, rows_per_block)
+                places += [(number, group, before, start, min(rows_per_block, rows - start)) for start in starts]
+                before, largest = before + rows, max(largest, rows)
+            if largest > 4 * rows_per_block:
+                note = f"row groups of up to {largest:,} rows, read whole for {rows_per_block:,} of them: write smaller ones"
+                self.notes += (f"{self._paths[number].name}: {note}",)
+        self._places = torch.tensor(places, dtype=torch.int64).reshape(-1, 5)
+        self._rows = torch.nn.functional.pad(self.sizes.cumsum(0), (1, 0))
+
+    @property
+    def sizes(self) -> Tensor:
+        return self._places[:, 4]
+
+    def read(self, block: int, start: int, stop: int) -> Batch:
+        """Rows `start` to `stop` of a block. Those of a row group that is damaged are bad."""
+        number, group, before, first, size = self._places[block].tolist()
+        if not 0 <= start <= stop <= size:
+            raise IndexError(
+                f"ParquetBlocks.read: start={start} and stop={stop} must be within the {size} rows of block {block}"
+            )
+        path = self._paths[number]
+        name = path.name if path.name.isprintable() else ascii(path.name)
+        line, count = before + first + start + 1, stop - start
+        try:
+            whole = self._columns(number, group)
+        except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+            message = ascii(str(error)[:160])
+            damaged = (Skip(line + row, name, "damaged row group", message) for row in range(count))
+            return empty_batch(self._features, skipped=tuple(damaged))
+        columns = {key: column.slice(first + start, count) for key, column in whole.items()}
+        numbers, labels, bad = self._check(columns, count)
+        keep = torch.tensor([row for row in range(count) if row not in bad], dtype=torch.int64)
+        ids: dict[str, Ids] = {}
+        for feature in self._features:
+            if feature.kind != "number":
+                column = columns[feature.name]
+                ids[feature.name] = take_ids(read_bags(column) if feature.kind == "ids" else read_ids(column), keep)
+        return Batch(
+            ids,
+            numbers=numbers[keep],
+            labels=labels[keep],
+            index=keep + (int(self._rows[block]) + start),
+            skipped=tuple(Skip(line + row, name, *bad[row]) for row in sorted(bad)),
+        )
+
+    def _check(self, columns: dict[str, Any], count: int) -> tuple[Tensor, Tensor, dict[int, tuple[str, str]]]:
+        """Numbers and labels of all rows, and what is wrong with some of them."""
+        bad: dict[int, tuple[str, str]] = {}
+        names = [feature.name for feature in self._features if feature.kind == "number"]
+        numbers = np.empty((count, len(names)), dtype=np.float32)
+        for place, name in enumerate(names):
+            numbers[:, place] = read_numbers(columns[name], null=0.0)
+        for row, place in np.argwhere(~np.isfinite(numbers)).tolist():
+            bad[row] = "number not finite", f"{names[place]} is {columns[names[place]][row]}"
+        labels = read_numbers(columns[self._label], null=float("nan"))
+        for row in np.flatnonzero((labels != 0) & (labels != 1)).tolist():
+            bad[row] = "label not 0 or 1", f"{self._label} is {columns[self._label][row]}"
+        return torch.from_numpy(numbers), torch.from_numpy(labels), bad
+
+    def _columns(self, number: int, group: int) -> dict[str, Any]:
+        """All columns of a row group, as arrays of pyarrow's."""
+        with self._lock:  # one thread may read ahead for training while another reads for evaluation
+            found = self._cache.pop((number, group), None)
+            if found is None:
+                names = list(dict.fromkeys([self._label, *(feature.name for feature in self._features)]))
+                # One thread: ranks share the cores, and the pool of threads does not survive a fork.
+                table = self._file(number).read_row_group(group, columns=names, use_threads=False)
+                found = table.nbytes, {name: table.column(name).combine_chunks() for name in names}
+            self._cache[number, group] = found
+            while len(self._cache) > 1 and sum(size for size, _ in self._cache.values()) > _CACHE_BYTES:
+                self._cache.popitem(last=False)
+            return found[1]
+
+    def _check_columns(self, number: int) -> None:
+        path, schema = self._paths[number], self._file(number).schema_arrow
+        wanted = [(self._label, is_numbers, "booleans or numbers")]
+        wanted += [(feature.name, *_KINDS[feature.kind]) for feature in self._features]
+        for name, fits, expected in wanted:
+            if name not in schema.names:
+                there = ", ".join(schema.names)
+                raise ValueError(f"ParquetBlocks: {path}: no column {name!r}; there are {there}")
+            if not fits(kind := schema.field(name).type):
+                raise ValueError(f"ParquetBlocks: {path}: column {name!r} is {kind}, expected {expected}")
+
+    def _file(self, number: int) -> Any:
+        file = self._files.pop(number, None) or open_parquet(self._paths[number])
+        self._files[number] = file
+        while len(self._files) > _OPEN_FILES:
+            self._files.popitem(last=False)
+        return file
+
+    def _forget(self) -> None:
+        self._lock = Lock()
+        self._files: OrderedDict[int, Any] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, int], tuple[int, dict[str, Any]]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_files", "_cache")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+
+def open_parquet(path: Path) -> Any:
+    """A pyarrow ParquetFile. Raises ImportError with what to install, and ValueError for what is no parquet."""
+    try:
+        from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(
+            f"ParquetBlocks: {path}: parquet needs pyarrow: pip install 'unisono-models[parquet]', or pip install pyarrow"
+        ) from error
+    try:
+        return ParquetFile(path, memory_map=True)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"ParquetBlocks: {path}: not a whole parquet file: {str(error)[:160]!a}") from error

@@ -1,0 +1,117 @@
+"""A trained model as a folder: weights as safetensors, all else as JSON; and back, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from unisono.embedding import EmbeddingCollection
+from unisono_models.recommender.click_model import ClickModel, table_width
+from unisono_models.recommender.config import DataConfig, ModelConfig, TablesConfig
+from unisono_models.recommender.data.vocabulary import Vocabulary
+from unisono_models.recommender.features import Feature
+from unisono_models.recommender.tables import Tables
+from unisono_models.recommender.two_tower import TwoTower
+from unisono_models.training.config_json import config_from_json, config_to_json
+
+FILES = ("model.safetensors", "config.json", "vocabularies.json")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model with what it needs to be used: its features, and the vocabularies that give their values rows."""
+
+    model: ClickModel | TwoTower
+    features: tuple[Feature, ...]
+    vocabularies: dict[str, Vocabulary]
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    """All weights whole, on the CPU, one table after the other, without the state of optimizers. All ranks call."""
+    found: dict[str, Tensor] = {}
+    collections = {name: x for name, x in model.named_modules() if isinstance(x, EmbeddingCollection)}
+    for name, collection in collections.items():
+        for table in collection.tables:
+            found[f"{name}.tables.{table}.weight"] = collection.full_weight(table).detach().cpu()
+    for name, value in model.state_dict().items():
+        if isinstance(value, Mapping):  # of a map of ids
+            found |= {f"{name}/{key}": _whole(x) for key, x in value.items()}
+        elif not any(name.startswith(f"{prefix}.") for prefix in collections):
+            found[name] = value.detach().cpu()
+    return {name: value.contiguous() for name, value in found.items()}
+
+
+def write_export(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    *,
+    model: ModelConfig,
+    data: DataConfig,
+    features: tuple[Feature, ...],
+    vocabularies: Mapping[str, Vocabulary],
+) -> None:
+    """Write what `read_export` reads. One rank calls."""
+    save_file(dict(weights), folder / FILES[0], metadata={"format": "pt"})
+    about = {"model": config_to_json(model), "data": config_to_json(data), "features": [asdict(f) for f in features]}
+    (folder / FILES[1]).write_text(json.dumps(about, indent=2) + "\n")
+    words = {name: vocabulary.values for name, vocabulary in vocabularies.items()}
+    (folder / FILES[2]).write_text(json.dumps(words, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_export(folder: Path | str) -> Exported:
+    """The model in a folder that a run has exported, for prediction. Alone or on all ranks together.
+
+    Example:
+        exported = read_export("runs/recommender-deepfm/export")
+        movies = exported.vocabularies["item_id"]
+    """
+    folder = Path(folder)
+    about = json.loads((folder / FILES[1]).read_text())
+    config, data = config_from_json(ModelConfig, about["model"]), config_from_json(DataConfig, about["data"])
+    features = tuple(Feature(**feature) for feature in about["features"])
+    tower = config.kind == "two_tower"
+    wanted = {*config.users, *config.items} if tower else {feature.name for feature in features}
+    weights = load_file(folder / FILES[0])
+    tables = Tables(
+        [feature for feature in features if feature.kind != "number" and feature.name in wanted],
+        width=config.dim if tower else table_width(config),
+        init=config.init,
+        config=TablesConfig(plan="row", optimizer="sgd"),
+        data=data,
+        mapped=any("maps.map_" in name for name in weights),
+        dtype=next(iter(weights.values())).dtype,
+    )
+    model = TwoTower(config, tables) if tower else ClickModel(config, features, tables)
+    load_weights(model, weights)
+    words = json.loads((folder / FILES[2]).read_text(encoding="utf-8"))
+    return Exported(model.eval(), features, {name: Vocabulary(values) for name, values in words.items()})
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put whole weights into a model, however its tables are spread. All ranks call."""
+    state: dict[str, Any] = {}
+    for name, value in weights.items():
+        key, slash, inner = name.partition("/")
+        if slash:
+            state.setdefault(key, {})[inner] = value
+        else:
+            state[name] = value
+    model.to(next(iter(weights.values())).dtype)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    if unexpected or [name for name in missing if not _is_optimizer_state(model, name)]:
+        raise ValueError(f"load_weights: the weights are of another model: {[*unexpected, *missing][:5]}")
+
+
+def _is_optimizer_state(model: nn.Module, name: str) -> bool:
+    return ".tables." in name and not name.endswith(".weight")
+
+
+def _whole(value: Any) -> Tensor:
+    full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return full.detach().cpu()

@@ -1,0 +1,98 @@
+"""What is trained: a model and its loss over the global batch. One module, for DDP to wrap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unisono.collectives import global_mean
+from unisono.embedding import Ragged, exclude_from_ddp, sharded_parameters
+from unisono_models.recommender.click_model import ClickModel, table_width
+from unisono_models.recommender.config import Config
+from unisono_models.recommender.data.batch import Batch
+from unisono_models.recommender.source import Source
+from unisono_models.recommender.tables import Tables
+from unisono_models.recommender.two_tower import TwoTower, retrieval_loss
+from unisono_models.training.dropout import dropout_for, dropout_rows, own_dropout
+
+
+class Learner(nn.Module):
+    """A model and its loss: cross entropy of clicks, or softmax over the items of the global batch.
+
+    log_q: of a TwoTower: for each row of the item table, the logarithm of how often it comes in training.
+    """
+
+    def __init__(self, model: ClickModel | TwoTower, *, seed: int, log_q: Tensor | None = None) -> None:
+        super().__init__()
+        self.model, self.seed = model, seed
+        self.log_q = log_q  # no buffer: it comes from the data, and DDP would send it around at each step
+
+    def forward(self, batch: Batch, *, step: int, frozen_tables: bool = False) -> dict[str, Tensor]:
+        """The losses of a batch by name: the same on every rank."""
+        with dropout_for(dropout_rows(self.seed, step, batch.index)):
+            found = self.model(batch, frozen_tables=frozen_tables)
+        if isinstance(self.model, ClickModel):
+            wide = found if found.dtype == torch.float64 else found.float()
+            return {"loss": global_mean(F.binary_cross_entropy_with_logits(wide, batch.labels.to(wide), reduction="none"))}
+        config, items = self.model.config, batch.ids[self.model.config.items[0]]
+        assert self.log_q is not None and not isinstance(items, Ragged)
+        log_q = config.log_q * self.log_q[items]
+        users, vectors = found
+        return {"loss": retrieval_loss(users, vectors, log_q, temperature=config.temperature, ids=items)}
+
+    def prefetch(self, batch: Batch) -> None:
+        """Begin with the batch that the next call will have: see EmbeddingCollection.prefetch."""
+        self.tables.prefetch(self.model.look_ups(batch))
+
+    @property
+    def tables(self) -> Tables:
+        return self.model.tables
+
+    def dense_parameters(self) -> Iterator[nn.Parameter]:
+        """All that is not in a table."""
+        tables = {id(parameter) for parameter in sharded_parameters(self).values()}
+        yield from (parameter for parameter in self.parameters() if id(parameter) not in tables)
+
+
+def make_learner(config: Config, source: Source, *, dtype: torch.dtype, device: torch.device) -> Learner:
+    """The model that the config describes, with its first weights: the same on every rank. All ranks call."""
+    kind, sample = config.model.kind, source.sample
+    features = tuple(feature for feature in source.features if feature.kind != "number")
+    if kind == "two_tower":
+        wanted = (*config.model.users, *config.model.items)
+        features = tuple(feature for feature in features if feature.name in wanted)
+    tables = Tables(
+        features,
+        width=config.model.dim if kind == "two_tower" else table_width(config.model),
+        init=config.model.init,
+        config=config.tables,
+        data=config.data,
+        mapped=source.mapped,
+        sample=None if sample is None else {feature.name: sample.ids[feature.name] for feature in features},
+        batch=config.data.batch,
+        dtype=dtype,
+        device=device,
+    )
+    if kind == "two_tower":
+        model: ClickModel | TwoTower = TwoTower(config.model, tables)
+        learner = Learner(model, seed=config.run.seed, log_q=_log_frequencies(source, config).to(device, dtype))
+    else:
+        learner = Learner(ClickModel(config.model, source.features, tables), seed=config.run.seed)
+    own_dropout(learner)
+    exclude_from_ddp(learner)
+    return learner.to(device, dtype)
+
+
+def _log_frequencies(source: Source, config: Config) -> Tensor:
+    """For each row of the item table. An item that never comes is no negative either: any number will do."""
+    if source.ratings is None:
+        raise ValueError("model.kind=two_tower: needs users and items, so interactions in memory: atomic files")
+    if config.model.items[0] != source.ratings.item or config.model.users[0] != source.ratings.user:
+        raise ValueError(f"model.users and model.items: the first has to be {source.ratings.user} and {source.ratings.item}")
+    ratings = source.ratings
+    items = ratings.items[source.train_rows]
+    counts = items.bincount(minlength=len(ratings.vocabularies[ratings.item])).clamp(min=1)
+    return (counts / max(len(items), 1)).log()

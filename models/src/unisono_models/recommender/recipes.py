@@ -1,0 +1,93 @@
+"""The recipes: what is trained, on what, for how long. Any field can be changed on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from unisono_models.recommender.config import Config, DataConfig, ModelConfig, OptimizerConfig, TablesConfig
+from unisono_models.training.config import CheckpointConfig, RunConfig
+from unisono_models.training.recipes import Recipes
+
+RECIPES: Recipes[Config] = Recipes("recommender", Config)
+
+EPOCH = 145  # steps of 4,096 in the 591,210 rows that ml-1m's context protocol trains on
+INTEGERS = tuple(f"I{number}:number" for number in range(1, 14))
+
+
+@RECIPES.add
+def deepfm() -> Config:
+    """DeepFM on MovieLens-1M: who likes which movie (RecBole's context protocol)."""
+    return Config(
+        run=RunConfig(steps=12 * EPOCH, evaluate_every=EPOCH, log_every=20),
+        model=ModelConfig("deepfm"),
+        checkpoint=CheckpointConfig(every=4 * EPOCH),
+    )
+
+
+@RECIPES.add
+def dcn() -> Config:
+    """As deepfm, with DCN-v2."""
+    return replace(deepfm(), model=replace(deepfm().model, kind="dcn"))
+
+
+@RECIPES.add
+def dlrm() -> Config:
+    """As deepfm, with DLRM."""
+    return replace(deepfm(), model=replace(deepfm().model, kind="dlrm"))
+
+
+@RECIPES.add
+def fm() -> Config:
+    """As deepfm, with a factorization machine."""
+    return replace(deepfm(), model=replace(deepfm().model, kind="fm"))
+
+
+@RECIPES.add
+def lr() -> Config:
+    """As deepfm, with logistic regression."""
+    return replace(deepfm(), model=replace(deepfm().model, kind="lr"))
+
+
+@RECIPES.add
+def two_tower() -> Config:
+    """Two towers on MovieLens-1M: which of all movies a user likes (RecBole-GNN's general protocol, full sort)."""
+    return Config(
+        run=RunConfig(steps=20 * 165, evaluate_every=2 * 165, log_every=20),
+        data=DataConfig(features=("user_id", "item_id"), keep="[3,inf)", threshold=3.0, split="per_user", batch=4096),
+        model=ModelConfig("two_tower", dim=64, init=0.1, hidden=(), dropout=0.0),
+        tables=TablesConfig(lr=2e-3),
+        checkpoint=CheckpointConfig(every=5 * 165),
+    )
+
+
+@RECIPES.add
+def tiny() -> Config:
+    """DeepFM on MovieLens-100k: seconds, to see that everything works."""
+    features = ("user_id", "item_id", "age", "gender", "occupation", "class:ids", "release_year")
+    return Config(
+        run=RunConfig(steps=60, evaluate_every=30, timeout=60),
+        data=DataConfig("ml-100k", features=features, batch=1024),
+        model=ModelConfig("deepfm", dim=8, hidden=(32,)),
+        tables=TablesConfig(lr=1e-2),
+        optimizer=OptimizerConfig(lr=1e-2),
+        checkpoint=CheckpointConfig(every=25),
+    )
+
+
+@RECIPES.add
+def criteo() -> Config:
+    """DLRM on Criteo's click logs, streamed, for a cluster: --data.source '/data/day_{0..22}' --data.test /data/day_23"""
+    return Config(
+        run=RunConfig(steps=64_000, log_every=50, evaluate_every=16_000, timeout=1800),
+        data=DataConfig(
+            "/data/day_{0..22}",
+            format="criteo",
+            features=(*INTEGERS, *(f"C{number}:id:10000000" for number in range(1, 27))),
+            label="label",
+            parts=(0.98, 0.01, 0.01),
+            batch=65_536,
+        ),
+        model=ModelConfig("dlrm", dim=128, hidden=(1024, 1024, 512, 256), dropout=0.0, bottom=(512, 256)),
+        tables=TablesConfig(optimizer="rowwise_adagrad", lr=0.02, prefetch=True),
+        checkpoint=CheckpointConfig(every=4000),
+    )

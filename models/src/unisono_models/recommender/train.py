@@ -1,0 +1,141 @@
+"""Train the recommender: torchrun --nproc-per-node N -m unisono_models.recommender.train [RECIPE] [--field VALUE …]"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from unisono_models.recommender.config import Config, OptimizerConfig
+from unisono_models.recommender.data.batch import Batch
+from unisono_models.recommender.data.reading_ahead import read_ahead
+from unisono_models.recommender.evaluation import Evaluator
+from unisono_models.recommender.objective import Learner, make_learner
+from unisono_models.recommender.outcome import conclude
+from unisono_models.recommender.recipes import RECIPES
+from unisono_models.recommender.source import open_source
+from unisono_models.training.checkpoints import Checkpoints
+from unisono_models.training.heartbeat import Heartbeat
+from unisono_models.training.parallel import dtype_of, parallelize, precision_of
+from unisono_models.training.randomness import key_of
+from unisono_models.training.ranks import Ranks, start_ranks
+from unisono_models.training.run_directory import open_run
+from unisono_models.training.run_log import RunLog
+from unisono_models.training.schedule import is_due, part_of_rate
+from unisono_models.training.skipped import Skipped
+from unisono_models.training.stopping import Stopping
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    recipe, config = RECIPES.choose(args)
+    timeout = config.run.timeout
+    with start_ranks(timeout=timeout) as ranks, Stopping() as stopping, Heartbeat(ranks, timeout=timeout) as heartbeat:
+        train(recipe, config, ranks, stopping, heartbeat)
+
+
+def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbeat: Heartbeat) -> None:
+    """One run, from its data to its report."""
+    if config.parallel.kind != "ddp":
+        raise ValueError(f"parallel.kind={config.parallel.kind}: a recommender has ddp only: its plan spreads the tables")
+    run = open_run(config, model="recommender", recipe=recipe, ranks=ranks)
+    seed, steps, dtype = config.run.seed, config.run.steps, dtype_of(config.parallel)
+    source = open_source(config.data, seed=seed, ranks=ranks)
+    heartbeat.beat()
+
+    torch.manual_seed(key_of(seed, "weights"))  # the same weights on every rank
+    learner = make_learner(config, source, dtype=dtype, device=ranks.device)
+    dense = list(learner.dense_parameters())
+    model = parallelize(learner, config.parallel, ranks) if dense else learner  # DDP refuses to have nothing to do
+    optimizers = {"dense": make_optimizer(learner, config.optimizer)} if dense else {}
+    evaluator = Evaluator(learner, source, ranks, heartbeat, dtype)
+
+    with Checkpoints(run.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout) as checkpoints:
+        first, state = checkpoints.load(model, optimizers) or (0, {})
+        skipped = Skipped(before=state.get("skipped"), what="rows", place="line")
+        if not first and ranks.first:
+            skipped.add(source)  # every rank has read all of it
+        skipped.check(config.data.max_broken)
+        last, figures = steps if config.run.stop_after is None else min(steps, config.run.stop_after), None
+        shares = read_ahead(lambda step: source.train.batch(step, ranks.rank, ranks.size).to(ranks.device, dtype), first, last)
+        with RunLog(run, ranks, steps=steps, first_step=first, log_every=config.run.log_every) as log:
+            done = first
+            log.say(f"{run.path}: {source.train.rows:,} rows, {steps:,} steps of {config.data.batch:,} on {ranks.size} ranks")
+            if first:
+                log.say(f"continuing at step {first:,}")
+            for step, (batch, following) in enumerate(shares, first):
+                learner.train()
+                if source.ratings is None:
+                    skipped.add(batch)
+                rate = set_learning_rates(learner, optimizers, config, step)
+                with precision_of(config.parallel, ranks):
+                    if step == first > 0 and dense:
+                        rehearse(model, optimizers, batch, step)
+                    losses = model(batch, step=step)
+                if config.tables.prefetch and following is not None:
+                    learner.prefetch(following)
+                losses["loss"].backward()  # the tables take their step here
+                for optimizer in optimizers.values():
+                    optimizer.step()
+                    optimizer.zero_grad()
+                heartbeat.beat(step + 1)
+                log.step(step, {**losses, "lr": rate}, samples=source.train.size_of(step))
+
+                done, figures = step + 1, None
+                stop = stopping.agreed() or done == last < steps
+                if done == steps or is_due(done, config.run.evaluate_every):
+                    figures = evaluator("valid")
+                    log.evaluation(step, figures)
+                if stop or done == steps or figures or is_due(done, config.checkpoint.every):
+                    skipped.check(config.data.max_broken)
+                    log.flush()
+                    score = figures[next(iter(figures))] if figures else None
+                    checkpoints.save(done, model, optimizers, {"skipped": skipped.summary()}, score=score)
+                if stop:
+                    break
+            saved = checkpoints.wait()
+            if done < steps:
+                if not saved:
+                    raise SystemExit(f"stopped after step {done:,} of {steps:,}, which could not be saved")
+                log.say(f"stopped after step {done:,} of {steps:,}; the same command goes on from there")
+                return
+            if figures is None:  # an earlier start came as far as this
+                figures = evaluator("valid")
+                log.evaluation(steps - 1, figures)
+            tested = evaluator("test")  # once, at the end: nothing is chosen by it
+            log.evaluation(steps - 1, tested)
+        conclude(run, config, evaluator, {**figures, **tested}, skipped)
+
+
+def make_optimizer(learner: Learner, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW on all that is not in a table. No weight decay for vectors and scalars."""
+    dense = list(learner.dense_parameters())
+    groups = [
+        {"params": [p for p in dense if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in dense if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=(config.beta1, config.beta2))
+
+
+def set_learning_rates(learner: Learner, optimizers: dict[str, torch.optim.AdamW], config: Config, step: int) -> float:
+    """Those of `step`, for tables and the rest; the latter is returned."""
+    part = part_of_rate(step, config.run.steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
+    tables = learner.tables.collection.optimizer
+    assert tables is not None
+    for optimizer, rate in [(tables, config.tables.lr), *((each, config.optimizer.lr) for each in optimizers.values())]:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * part
+    return config.optimizer.lr * part
+
+
+def rehearse(model: torch.nn.Module, optimizers: dict[str, torch.optim.AdamW], batch: Batch, step: int) -> None:
+    """DDP arranges its buckets, by which sums are rounded, in its first backward. Here it does so before a resumed step.
+
+    The tables, whose optimizer steps in the backward, are left out.
+    """
+    model(batch, step=step, frozen_tables=True)["loss"].backward()
+    for optimizer in optimizers.values():
+        optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()
