@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from clip_contenders import CHECK_ROWS, CONTENDERS, PEERS, Step
-from contrastive_measures import M_MMAP_THRESHOLD, peak_of, relative
+from contrastive_measures import peak_of, relative
 from shared_measuring import order_of_turns, time_call
+from shared_process import M_MMAP_THRESHOLD
 from torch import Tensor
 
 

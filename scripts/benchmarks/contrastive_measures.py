@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from contrastive_contenders import CONTENDERS, LIMIT, PEERS, Family, Inputs, limit
 from shared_measuring import order_of_turns, time_call
+from shared_process import M_MMAP_THRESHOLD, begin_peak, resident_peak
 from torch import Tensor
 
 WARM_UP_ROWS = 128
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 class Weight(NamedTuple):
@@ -102,15 +102,6 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 def peak_of(call: Callable[[], Tensor]) -> tuple[Tensor, int]:
     """What `call` returns, and the bytes by which the process's resident memory rose at most during it. Linux only."""
-    ctypes.CDLL(None).malloc_trim(0)  # or the call would reuse, for free, what the allocator has not given back
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the peak, begins anew
-    before = resident_peak()
+    before = begin_peak()  # trimmed, or the call would reuse, for free, what the allocator has not given back
     result = call()
     return result, resident_peak() - before
-
-
-def resident_peak() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM: the peak memory is measured on Linux only")

@@ -1,4 +1,4 @@
-"""The environment of the benchmark of the tables: TorchRec loads on one older torch only, so all contenders run on that."""
+"""The environment of the benchmarks beside TorchRec, of tables and of a recommender: it loads on one older torch only, so all contenders run on that."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IMPORTED = (
     "typing-inspect==0.9.0",
 )
 OURS = ("einops", "matplotlib", "numpy", "rich", "tqdm", "tyro")  # of the versions in scripts/constraints.txt
-SOURCES = sorted((ROOT / "packages").glob("*/src"))
+SOURCES = [*sorted((ROOT / "packages").glob("*/src")), ROOT / "models" / "src"]
 
 
 def enter(console: Console) -> None:

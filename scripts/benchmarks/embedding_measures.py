@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import socket
-import struct
-from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from contrastive_measures import M_MMAP_THRESHOLD, resident_peak
 from embedding_contenders import CONTENDERS, Tables
 from embedding_workload import BATCHES, CHECKED_STEPS, TINY, Setting, Workload, deviation, expected_outputs
-from shared_measuring import time_call
-
-from unisono.collectives import count_bytes
-
-BYTES_SENT, BYTES_RETRANSMITTED = 200, 208  # where they are in the kernel's struct tcp_info
-
-
-class Seconds(NamedTuple):
-    wall: float
-    cpu: float
-
-
-class Sent(NamedTuple):
-    """By this rank in a step, on average."""
-
-    bytes: float  # that its sockets took
-    payload: float  # of the collectives, as unisono.collectives counts it
+from shared_process import begin_peak, free_at_once, resident_peak
+from shared_stepping import Sent, Timing, count_sent, time_stepper
 
 
 class Weight(NamedTuple):
@@ -46,22 +24,14 @@ class Weight(NamedTuple):
     chosen: str  # by a planner
 
 
-class Timing(NamedTuple):
-    steps: list[Seconds]
-    peak: int  # bytes resident at most, with malloc as it is
-    sent: Sent | None
-
-
 def weigh(name: str, setting: Setting) -> Weight:
     """Check a contender in a fresh process, and find its traffic and its peak memory."""
-    # Why: see contrastive_measures.weigh
-    if not ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16):
-        raise RuntimeError("mallopt refuses a threshold")
+    free_at_once()
     load_code(name)
     code = begin_peak()
     work, tables = make(name, setting)
     outputs, updates = check(name, work, tables)
-    sent = count_sent(tables)
+    sent = count_sent(tables, batches=BATCHES)
     begin_peak()
     for step in range(BATCHES):
         tables.step(tables.prepare(step))
@@ -69,15 +39,7 @@ def weigh(name: str, setting: Setting) -> Weight:
 
 
 def time_steps(name: str, setting: Setting, warm_up: int, steps: int, count: bool) -> Timing:
-    """Each step has another batch than the one before. `count`: the traffic, too."""
-    _, tables = make(name, setting)
-    begin_peak()
-    seconds = []
-    for number in range(warm_up + steps):
-        batch = tables.prepare(number % BATCHES)
-        seconds.append(Seconds(*time_call(lambda batch=batch: tables.step(batch))))
-    peak = resident_peak()
-    return Timing(seconds[warm_up:], peak, count_sent(tables) if count else None)
+    return time_stepper(make(name, setting)[1], batches=BATCHES, warm_up=warm_up, steps=steps, count=count)
 
 
 def make(name: str, setting: Setting) -> tuple[Workload, Tables]:
@@ -106,36 +68,3 @@ def check(name: str, work: Workload, tables: Tables) -> tuple[float, float]:
     expected = expected_outputs(work, contender.optimizer, work.world_size if contender.column_states else 1)
     away = [deviation([each[key] for key in expected], [expected[key][i] for key in expected]) for i, each in enumerate(found)]
     return away[0], max(away[1:])
-
-
-def count_sent(tables: Tables) -> Sent:
-    batches = [tables.prepare(step) for step in range(BATCHES)]
-    dist.barrier()
-    before = bytes_sent()
-    for batch in batches:
-        tables.step(batch)
-    dist.barrier()  # a few bytes
-    sent = bytes_sent() - before
-    with count_bytes() as traffic:
-        for batch in batches:
-            tables.step(batch)
-    return Sent(sent / BATCHES, traffic.sent / BATCHES)
-
-
-def bytes_sent() -> int:
-    """All that this process has written to its open TCP connections, by the kernel's count. Linux only."""
-    total = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # what is no TCP connection, or is closed by now
-            with socket.socket(fileno=os.dup(int(descriptor))) as connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            sent, again = (struct.unpack_from("=Q", info, place)[0] for place in (BYTES_SENT, BYTES_RETRANSMITTED))
-            total += sent - again
-    return total
-
-
-def begin_peak() -> int:
-    """The peak begins anew. The bytes that are resident now."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident_peak()

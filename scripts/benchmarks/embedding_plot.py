@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -24,6 +23,7 @@ from embedding_contenders import (
 )
 from embedding_results import Result, Results, Scale, Scales
 from embedding_workload import DIM, TABLES, Setting
+from shared_plot import draw_bar, dress, room_for
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -101,25 +101,6 @@ def draw_bars(axes: Axes, results: Results, value: Callable[[Result], float], fo
     dress(axes, "x")
 
 
-def room_for(values: Sequence[float]) -> float:
-    """How far the axis goes: one that is far beyond the others is cut, so that these can be told apart."""
-    ordered = sorted(values)
-    far = [shorter for shorter, longer in pairwise(ordered) if longer == ordered[-1] > 4 * shorter > 0]
-    longest = far[0] if far else ordered[-1]
-    return 1.25 * max(longest, 1e-3)
-
-
-def draw_bar(
-    axes: Axes, place: float, value: float, colour: str, limit: float, form: str, *, height: float, alpha: float
-) -> None:
-    is_cut = value > limit
-    axes.barh(place, min(value, limit), height, color=colour, alpha=alpha, edgecolor="black", linewidth=0.4)
-    text, anchor = (f"{form.format(value)} ▸", limit) if is_cut else (form.format(value), value)
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 1} if is_cut else None
-    where = {"ha": "right" if is_cut else "left", "va": "center", "fontsize": 8, "bbox": box}
-    axes.annotate(text, (anchor, place), (-3 if is_cut else 3, 0), textcoords="offset points", **where)
-
-
 def draw_lines(axes: Axes, scales: Scales, value: Callable[[Scale], float]) -> None:
     for name in scales.contenders:
         mine = scales.of(name)
@@ -132,9 +113,3 @@ def draw_lines(axes: Axes, scales: Scales, value: Callable[[Scale], float]) -> N
     axes.set_xlabel("ranks")
     axes.set_ylim(bottom=0)
     dress(axes, "y")
-
-
-def dress(axes: Axes, grid: str) -> None:
-    axes.grid(axis=grid, linewidth=0.4, alpha=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from clip_results import Ratio
 from embedding_contenders import AUTO, CONTENDERS, Contender
-from embedding_measures import Sent, Timing, Weight
+from embedding_measures import Weight
 from embedding_workload import POOLINGS
-from numpy.typing import NDArray
 from shared_report import Aim
+from shared_stepping import MB, MIB, Rounds, Timing, cpu_of_steps, mean_sent, median_peak, wall_of_steps
 
-Rounds = NDArray[np.float64]
-MB, MIB = 1e6, 2**20  # of traffic, of memory
 FASTER, FLAT = 1.8, 1.25
 
 
@@ -97,11 +95,6 @@ class Scales(list[Scale]):
         return list(dict.fromkeys(s.contender for s in self))
 
 
-def mean_sent(sent: Sequence[Sent | None]) -> float:
-    """MB, of a rank."""
-    return float(np.mean([s.bytes for s in sent if s is not None])) / MB
-
-
 def combine(contender: str, weights: Sequence[Weight], rounds: Sequence[Sequence[Timing]]) -> Result:
     """`weights` by rank; `rounds` by rank."""
     steps = [wall_of_steps(ranks) for ranks in rounds]
@@ -110,7 +103,7 @@ def combine(contender: str, weights: Sequence[Weight], rounds: Sequence[Sequence
         wall=np.array([np.median(wall) for wall in steps]),
         best=float(min(wall.min() for wall in steps)),
         cpu=np.array([np.median(cpu_of_steps(ranks)) for ranks in rounds]),
-        plain_peak=float(np.median([max(rank.peak for rank in ranks) for ranks in rounds])) / MIB,
+        plain_peak=median_peak(rounds),
         weights=weights,
     )
 
@@ -118,14 +111,6 @@ def combine(contender: str, weights: Sequence[Weight], rounds: Sequence[Sequence
 def combine_scale(contender: str, ranks: int, batch: int, rounds: Sequence[Sequence[Timing]]) -> Scale:
     cpu = min(float(np.median(cpu_of_steps(timings))) for timings in rounds)
     return Scale(contender, ranks, batch, cpu, mean_sent([timing.sent for timing in rounds[0]]))
-
-
-def wall_of_steps(ranks: Sequence[Timing]) -> Rounds:
-    return 1e3 * np.array([[step.wall for step in rank.steps] for rank in ranks]).max(axis=0)
-
-
-def cpu_of_steps(ranks: Sequence[Timing]) -> Rounds:
-    return 1e3 * np.array([[step.cpu for step in rank.steps] for rank in ranks]).mean(axis=0)
 
 
 def judge(results: Results, scales: Scales) -> list[Aim]:

@@ -6,25 +6,22 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import embedding_environment
 from embedding_contenders import AUTO, CONTENDERS, ROW, TORCHREC_COLUMN, TORCHREC_ROW, TORCHREC_TABLE, WORLD_SIZE
-from embedding_measures import Timing, Weight, time_steps, weigh
+from embedding_measures import Weight, time_steps, weigh
 from embedding_results import Results, Scales, combine, combine_scale, judge
 from embedding_workload import DIM, TABLES, Setting
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from shared_measuring import order_of_turns
+from shared_ranks import FreshRanks
 from shared_report import aim_table, describe_machine
-
-from unisono.collectives.testing import RankPool
+from shared_stepping import Timing
 
 RESULTS = Path(__file__).parent / "results"
 SCALED = (AUTO, ROW, TORCHREC_ROW, TORCHREC_TABLE, TORCHREC_COLUMN)
 WARM_UP, SLOW_STEPS = 3, 3
-PATIENCE = 900.0  # seconds
 
 
 def main(
@@ -100,31 +97,11 @@ def main(
     console.print(f"written: {path}, {path.with_suffix('.png').name}", soft_wrap=True)
 
 
-class Runner:
-    """Fresh ranks for every call, and a bar of progress."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        columns = (
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )
-        self.progress = Progress(*columns, console=console, transient=True)
-        self.task = self.progress.add_task("", total=total)
-
-    def __enter__(self) -> Runner:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
+class Runner(FreshRanks):
     def weigh(self, name: str, setting: Setting) -> list[Weight]:
         contender = CONTENDERS[name]
         ranks, given = contender.world(setting)
-        found: list[Weight] = self._run(f"results, traffic and memory of {name}", ranks, weigh, name, given)
+        found: list[Weight] = self.run(f"results, traffic and memory of {name}", ranks, weigh, name, given)
         outputs, updates = max(w.outputs for w in found), max(w.updates for w in found)
         if not max(outputs, updates) <= contender.tolerance:
             raise SystemExit(
@@ -134,15 +111,8 @@ class Runner:
         return found
 
     def time(self, text: str, name: str, ranks: int, setting: Setting, steps: int, *, count: bool = False) -> list[Timing]:
-        timings: list[Timing] = self._run(f"{text}: {name}", ranks, time_steps, name, setting, WARM_UP, steps, count)
+        timings: list[Timing] = self.run(f"{text}: {name}", ranks, time_steps, name, setting, WARM_UP, steps, count)
         return timings
-
-    def _run(self, text: str, ranks: int, *call: Any) -> list[Any]:
-        self.progress.update(self.task, description=text)
-        with RankPool(ranks, group_timeout=300) as pool:
-            found = pool.run(*call, timeout=PATIENCE)
-        self.progress.advance(self.task)
-        return found
 
 
 def time_all(runner: Runner, weights: dict[str, list[Weight]], setting: Setting, rounds: int, steps: int) -> Results:

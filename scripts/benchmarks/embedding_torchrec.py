@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from embedding_workload import DIM, EPS, LR, POOLINGS, TABLES, Setting, Workload, feature, fill
+from embedding_workload import DIM, EPS, LR, TABLES, Setting, Workload, feature, fill
 from torch import Tensor
 
 Plan = Literal["row", "table", "column"]
@@ -19,7 +19,7 @@ class TorchRecTables:
 
     chosen = ""
 
-    def __init__(self, work: Workload, plan: Plan, *, half_wire: bool = False) -> None:
+    def __init__(self, work: Workload, plan: Plan, *, half_wire: bool = False, mean: bool = False) -> None:
         silence()
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
@@ -35,7 +35,7 @@ class TorchRecTables:
                 embedding_dim=DIM,
                 num_embeddings=rows,
                 feature_names=[feature(table)],
-                pooling=PoolingType.SUM,
+                pooling=PoolingType.MEAN if mean else PoolingType.SUM,
             )
             for table, rows in enumerate(work.setting.rows)
         ]
@@ -58,7 +58,7 @@ class TorchRecTables:
         for name, weight in self.model.state_dict().items():  # embedding_bags.t0.weight and so on
             for shard in weight.local_shards():
                 fill(shard.tensor, int(name.split(".")[1][1:]), *shard.metadata.shard_offsets)
-        self.lengths = torch.cat([torch.full((work.setting.batch,), pooling) for pooling in POOLINGS])
+        self.lengths = torch.cat([torch.full((work.setting.batch,), pooling) for pooling in work.setting.poolings])
         self.gradient: Tensor | None = None
 
     def prepare(self, step: int) -> Any:
@@ -93,7 +93,8 @@ def shards(plan: Plan, setting: Setting, size: int) -> dict[str, Any]:
 
 def place_tables(setting: Setting, size: int) -> list[int]:
     """The rank of each table, such that neither ids nor rows are far from even. TorchRec's own planner does worse."""
-    shares = [(p / sum(POOLINGS), r / sum(setting.rows)) for p, r in zip(POOLINGS, setting.rows, strict=True)]
+    poolings, rows = setting.poolings, setting.rows
+    shares = [(p / sum(poolings), r / sum(rows)) for p, r in zip(poolings, rows, strict=True)]
 
     def greedy(weight: float) -> tuple[float, list[int]]:
         """The costliest first, each to the rank that has least; and the largest share of ids or of rows on a rank."""

@@ -23,6 +23,7 @@ BLOCK = 2**14  # rows, filled at a time
 class Setting(NamedTuple):
     batch: int  # samples on each rank
     divisor: int = 1  # of all tables' rows
+    poolings: tuple[int, ...] = POOLINGS
 
     @property
     def rows(self) -> list[int]:
@@ -59,7 +60,7 @@ class Popularity:
 
     def __init__(self, setting: Setting, table: int) -> None:
         rows = setting.rows[table]
-        self.table, self.count = table, setting.batch * POOLINGS[table]
+        self.table, self.count = table, setting.batch * setting.poolings[table]
         self.cumulated = torch.arange(1, rows + 1, dtype=torch.float64).pow_(-EXPONENT).cumsum_(0)
         self.places = torch.randperm(rows, generator=torch.Generator().manual_seed(table))
 

@@ -69,17 +69,22 @@ class Tables(nn.Module):
         )
 
     def forward(self, ids: Mapping[str, Ids], *, frozen: bool = False) -> dict[str, Tensor]:
-        """frozen: without a backward to the tables, and without new ids: nothing about them changes."""
+        """`ids`: of all features, or of some. frozen: without a backward to the tables, and without new ids: nothing about them changes."""
         if self.maps:
             ids = {name: self._map(name, x, frozen) for name, x in ids.items()}
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-            found: dict[str, Any] = self.collection(ids)
-        return found
+            found: dict[str, Any] = self.collection({**self._nothing(ids), **ids})
+        return {name: found[name] for name in ids}
 
     def prefetch(self, ids: Mapping[str, Ids]) -> None:
         """Begin with the batch that comes next. Of mapped ids, nothing is known before its turn."""
         if not self.maps:
             self.collection.prefetch(ids)
+
+    def _nothing(self, ids: Mapping[str, Ids]) -> dict[str, Ids]:
+        """For the features that nobody asks for: the collection wants to hear of all of them."""
+        device = self.collection.weight(f"table_{self.features[0].name}").device
+        return {f.name: torch.empty(0, dtype=torch.int64, device=device) for f in self.features if f.name not in ids}
 
     def _map(self, name: str, ids: Ids, frozen: bool) -> Ids:
         id_map = self.maps[f"map_{name}"]

@@ -22,6 +22,10 @@ class Blocks(Protocol):
     def sizes(self) -> Tensor:
         """int64 (blocks,): rows in each, bad ones included."""
 
+    @property
+    def groups(self) -> Tensor | None:
+        """int64 (blocks,): to read one block is to read all those with the same number. None: each is read alone."""
+
     def read(self, block: int, start: int, stop: int) -> Batch:
         """Rows `start` to `stop` of a block, with ids as the files have them: any int64, -1 for none.
 
@@ -37,6 +41,7 @@ class BlockOrder:
     together, so small blocks mix better. Kept in memory: some bytes for each block.
 
     sizes: int64 (blocks,), rows in each, also none. shuffle: False: the blocks in order, in every epoch.
+    groups: int64 (blocks,): blocks with the same number follow each other, in random order. None: all are mixed.
 
     Example:
         >>> order = BlockOrder(torch.tensor([3, 2, 3]), batch=5, seed=0, shuffle=False)
@@ -46,7 +51,7 @@ class BlockOrder:
         [[(0, 0, 3)], [(1, 0, 2)]]
     """
 
-    def __init__(self, sizes: Tensor, *, batch: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, sizes: Tensor, *, batch: int, seed: int, shuffle: bool = True, groups: Tensor | None = None) -> None:
         if batch < 1:
             raise ValueError(f"BlockOrder: batch={batch} must be at least 1")
         if sizes.dtype != torch.int64 or sizes.ndim != 1 or (sizes < 0).any():
@@ -54,7 +59,11 @@ class BlockOrder:
                 f"BlockOrder: sizes: expected int64 (blocks,), none negative, got {sizes.dtype} {tuple(sizes.shape)}"
             )
         self.rows = int(sizes.sum())
-        self._sizes, self._batch, self._seed, self._shuffle = sizes, batch, seed, shuffle
+        if groups is not None and groups.shape != sizes.shape:
+            raise ValueError(
+                f"BlockOrder: groups: expected {len(sizes)} numbers, one for each block, got {tuple(groups.shape)}"
+            )
+        self._sizes, self._batch, self._seed, self._shuffle, self._groups = sizes, batch, seed, shuffle, groups
         self._last: tuple[int, Tensor, Tensor] | None = None
 
     @property
@@ -97,6 +106,9 @@ class BlockOrder:
             count = len(self._sizes)
             random = generator(self._seed, "order", epoch)
             blocks = torch.randperm(count, generator=random) if self._shuffle else torch.arange(count)
+            if self._shuffle and self._groups is not None and count:
+                places = torch.randperm(int(self._groups.max()) + 1, generator=random)
+                blocks = blocks[places[self._groups[blocks]].argsort(stable=True)]
             last = self._last = epoch, blocks, self._sizes[blocks].cumsum(0)  # set at once: threads may read ahead
         return last[1], last[2]
 

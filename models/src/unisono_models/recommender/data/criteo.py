@@ -54,6 +54,10 @@ class CriteoBlocks:
     def sizes(self) -> Tensor:
         return self._index.sizes
 
+    @property
+    def groups(self) -> None:
+        return None
+
     def read(self, block: int, start: int, stop: int) -> Batch:
         """Lines `start` to `stop` of a block.
 

@@ -34,9 +34,9 @@ class ParquetBlocks:
     either; null is an empty one. Numbers are as they are; null is 0. label: the column of booleans, or of numbers 0 and 1.
     A row is bad if its label is anything else or null, or a number is not finite as float32.
 
-    rows_per_block: a block is a row group, or a part of it of at most so many rows. The last row groups read are kept, as
-    many as fit into 256 MiB, so a random order is as fast as row groups are small; `notes` says if they are much larger
-    than a block.
+    rows_per_block: a block is a row group, or a part of it of at most so many rows. A row group is read whole, and the last
+    ones are kept, as many as fit into 256 MiB. So the parts of one are a group, which an order does not tear apart. Small
+    row groups mix better, and of large ones each rank reads all; `notes` says if they are.
 
     Raises: ImportError without pyarrow; ValueError for a file that lacks a column, or has another type of it, or is no parquet.
     """
@@ -49,7 +49,9 @@ class ParquetBlocks:
         self._paths, self._features, self._label = [Path(path) for path in paths], tuple(features), label
         self.notes: tuple[str, ...] = ()
         self._forget()
-        places: list[tuple[int, int, int, int, int]] = []  # file, row group, rows before in the file and in the group, rows
+        # File, row group in it, rows before in the file, rows before in the group, rows, row group of all.
+        places: list[tuple[int, int, int, int, int, int]] = []
+        count = 0
         for number in range(len(self._paths)):
             self._check_columns(number)
             metadata = self._file(number).metadata
@@ -57,21 +59,25 @@ class ParquetBlocks:
             for group in range(metadata.num_row_groups):
                 rows = metadata.row_group(group).num_rows
                 starts = range(0, rows, rows_per_block)
-                places += [(number, group, before, start, min(rows_per_block, rows - start)) for start in starts]
-                before, largest = before + rows, max(largest, rows)
+                places += [(number, group, before, start, min(rows_per_block, rows - start), count) for start in starts]
+                before, largest, count = before + rows, max(largest, rows), count + 1
             if largest > 4 * rows_per_block:
-                note = f"row groups of up to {largest:,} rows, read whole for {rows_per_block:,} of them: write smaller ones"
+                note = f"row groups of up to {largest:,} rows, read whole by every rank: write smaller ones"
                 self.notes += (f"{self._paths[number].name}: {note}",)
-        self._places = torch.tensor(places, dtype=torch.int64).reshape(-1, 5)
+        self._places = torch.tensor(places, dtype=torch.int64).reshape(-1, 6)
         self._rows = torch.nn.functional.pad(self.sizes.cumsum(0), (1, 0))
 
     @property
     def sizes(self) -> Tensor:
         return self._places[:, 4]
 
+    @property
+    def groups(self) -> Tensor:
+        return self._places[:, 5]
+
     def read(self, block: int, start: int, stop: int) -> Batch:
         """Rows `start` to `stop` of a block. Those of a row group that is damaged are bad."""
-        number, group, before, first, size = self._places[block].tolist()
+        number, group, before, first, size, _ = self._places[block].tolist()
         if not 0 <= start <= stop <= size:
             raise IndexError(
                 f"ParquetBlocks.read: start={start} and stop={stop} must be within the {size} rows of block {block}"
@@ -87,7 +93,9 @@ class ParquetBlocks:
             return empty_batch(self._features, skipped=tuple(damaged))
         columns = {key: column.slice(first + start, count) for key, column in whole.items()}
         numbers, labels, bad = self._check(columns, count)
-        keep = torch.tensor([row for row in range(count) if row not in bad], dtype=torch.int64)
+        good = torch.ones(count, dtype=torch.bool)
+        good[list(bad)] = False
+        keep = good.nonzero().squeeze(1)
         ids: dict[str, Ids] = {}
         for feature in self._features:
             if feature.kind != "number":

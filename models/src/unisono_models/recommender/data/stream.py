@@ -63,7 +63,8 @@ class Stream:
         self._features, self._ids = tuple(features), ids
         self.rows = int(sizes[chosen].sum())
         """Of all ranks, bad ones included."""
-        self._shuffled = BlockOrder(sizes[chosen], batch=batch, seed=seed)
+        groups = None if blocks.groups is None else blocks.groups[chosen]
+        self._shuffled = BlockOrder(sizes[chosen], batch=batch, seed=seed, groups=groups)
         self._in_order = BlockOrder(sizes[chosen], batch=batch, seed=seed, shuffle=False)
 
     @property
@@ -121,8 +122,9 @@ def hash_ids(ids: Ids, *, rows: int) -> Ids:
 def hold_out(blocks: Blocks, part: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Which blocks to train on, to validate with and to test with: int64, sorted, none in two of them.
 
-    part: of the rows, about, for validation, and as many for the test: at least a block each. 0: all is for training. Which
-    ones depends on the seed and the sizes of the blocks. Empty blocks are in none of the three.
+    part: of the rows, about, for validation, and as many for the test: at least a block each. 0: all is for training. Whole
+    groups of blocks are held out if this part is one or more of them, or to validate would be to read all the data. Empty
+    blocks are in none of the three.
 
     Raises: ValueError if there are too few blocks.
     """
@@ -131,8 +133,12 @@ def hold_out(blocks: Blocks, part: float, seed: int) -> tuple[Tensor, Tensor, Te
     filled = blocks.sizes.nonzero().squeeze(1)
     if part == 0:
         return filled, filled[:0], filled[:0]
-    shuffled = filled[torch.randperm(len(filled), generator=generator(seed, "hold out"))]
-    ends = blocks.sizes[shuffled].cumsum(0)
+    unit = torch.arange(len(filled))
+    if blocks.groups is not None:
+        groups, of_block = blocks.groups[filled].unique(return_inverse=True)
+        unit = of_block if part * len(groups) >= 1 else unit
+    place = torch.randperm(int(unit.max()) + 1 if len(unit) else 0, generator=generator(seed, "hold out"))[unit]
+    ends = torch.zeros(len(place.unique()), dtype=torch.int64).index_add_(0, place, blocks.sizes[filled]).cumsum(0)
     rows = int(ends[-1]) if len(ends) else 0
     target = max(1, round(part * rows))
     first = int(torch.searchsorted(ends, target)) + 1
@@ -142,5 +148,4 @@ def hold_out(blocks: Blocks, part: float, seed: int) -> tuple[Tensor, Tensor, Te
             f"hold_out: part={part}: {len(ends)} blocks with {rows:,} rows are too few to hold out some for validation and "
             "some for the test: make smaller blocks, or hold out less"
         )
-    valid, test, train = (x.sort().values for x in (shuffled[:first], shuffled[first:second], shuffled[second:]))
-    return train, valid, test
+    return filled[place >= second], filled[place < first], filled[(place >= first) & (place < second)]

@@ -14,7 +14,7 @@ from unisono.collectives.groups import resolve
 from unisono_models.recommender.metrics.agreement import settle
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SAMPLES = 256  # of each rank, on average: a rank gets at most 1 + (ranks + 2) / _SAMPLES times its even share of the scores
+_SAMPLES = 256  # for each rank: none gets more than about 1 + 2 * ranks / _SAMPLES times its even share of the scores
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def area_under_curve(scores: Tensor, labels: Tensor, *, group: Group = None) -> 
     float, the same bits for any split and any order of the rows. NaN if one of the labels is not there.
 
     No rank holds all rows: each sends its distinct scores, with how many rows of either label they have, to the rank that has
-    that range of scores. A rank counts twice the pairs of its range in an int64, which has room for 2**31 rows of each label.
+    that range of scores. A rank counts twice the pairs of its range in an int64, which has room for 2e9 rows of each label.
 
     Raises: ValueError on all ranks if one has a NaN among its scores, another label, or another dtype than the others.
 

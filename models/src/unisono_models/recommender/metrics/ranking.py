@@ -77,10 +77,11 @@ def _dtype_of(users: Tensor, items: Tensor) -> torch.dtype:
 
 def _longest(x: Tensor) -> float:
     """The largest norm of a row; NaN or infinite if a number is."""
-    if not x.numel():
-        return 0.0
-    norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64).amax() for part in x.split(8192)]
-    return float(torch.stack(norms).amax())
+    longest = x.new_zeros((), dtype=torch.float64)
+    for start in range(0, len(x), 8192):  # not all at once, for they are widened
+        norms = torch.linalg.vector_norm(x[start : start + 8192], dim=1, dtype=torch.float64)
+        longest = torch.maximum(longest, norms.amax())
+    return float(longest)
 
 
 def _top(users: Tensor, items: Tensor, longest: float, k: int, seen: Ragged | None, step: int) -> tuple[Tensor, Tensor]:
@@ -105,10 +106,10 @@ def _top(users: Tensor, items: Tensor, longest: float, k: int, seen: Ragged | No
             rows = torch.arange(len(users), device=users.device).repeat_interleave(seen.lengths())[inside]
             rough[rows, seen.values[inside] - start] = -torch.inf
         least = (scores[:, -1:] - slack).clamp_(min=limits.min)  # above what was seen
-        candidates = int((rough >= least).sum(1).max())
+        candidates = int((rough >= least).sum(1, dtype=torch.int32).max())
         if candidates > k:  # as in the first tile, which has no better ones before it
             least = torch.maximum(least, rough.topk(k).values[:, -1:] - 2 * slack)
-            candidates = int((rough >= least).sum(1).max())
+            candidates = int((rough >= least).sum(1, dtype=torch.int32).max())
         if candidates:
             columns = torch.arange(len(part), device=users.device).expand_as(rough)
             few = 4 * candidates < len(part)  # not if most items are alike, as before training: then all are scored, unsorted
