@@ -1,4 +1,4 @@
-"""The environment of the benchmarks beside TorchRec, of tables and of a recommender: it loads on one older torch only, so all contenders run on that."""
+"""The environment of the benchmarks beside TorchRec, which loads on one older torch only: all contenders run on that."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Tables(nn.Module):
         )
 
     def forward(self, ids: Mapping[str, Ids], *, frozen: bool = False) -> dict[str, Tensor]:
-        """`ids`: of all features, or of some. frozen: without a backward to the tables, and without new ids: nothing about them changes."""
+        """`ids`: of all features, or of some. frozen: nothing changes: the tables get no backward, and no new id."""
         if self.maps:
             ids = {name: self._map(name, x, frozen) for name, x in ids.items()}
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -30,7 +31,7 @@ class Part(Protocol):
         ...
 
     def scan(self, rank: int, size: int, rows: int = 8192) -> Iterator[Batch]:
-        """The rows that belong to `rank` of `size`, in order, in as many batches on every rank: a model communicates in each."""
+        """The rows of `rank` of `size`, in order, in as many batches on every rank: a model communicates in each."""
         ...
 
 
@@ -69,4 +70,5 @@ def shares(count: int, rank: int, size: int, rows: int) -> list[Tensor]:
         ([3, 2], [0])
     """
     mine = torch.arange(count).tensor_split(size)[rank]
-    return list(mine.tensor_split(max(1, -(-(-(-count // size)) // rows))))
+    longest = math.ceil(count / size)
+    return list(mine.tensor_split(max(1, math.ceil(longest / rows))))

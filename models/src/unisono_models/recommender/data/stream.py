@@ -24,7 +24,7 @@ class Stream:
 
     chosen: int64, which of the blocks, in any order; None: all.
     features: those that the blocks were opened with.
-    ids: "hashed": an id becomes a row of the feature's table, 1 + its hash modulo (rows - 1); different ids may share one.
+    ids: "hashed": an id becomes a row of the feature's table, 1 + its hash modulo (rows - 1), a blank row 0; ids may share one.
     "mapped": ids stay as the files have them, for an IdMap.
     batch: rows of a step, over all ranks. seed: what the order of each epoch is drawn from.
 
@@ -108,15 +108,19 @@ class Stream:
 
 
 def hash_ids(ids: Ids, *, rows: int) -> Ids:
-    """A row of a table for each id, 1 to rows - 1, the same everywhere; row 0 is left for what is unknown.
+    """A row of a table for each id, 1 to rows - 1, the same everywhere; of -1, which stands for a blank, row 0.
 
     Example:
         >>> hash_ids(torch.tensor([17, 18, -1]), rows=1000)
-        tensor([615, 497, 299])
+        tensor([615, 497,   0])
     """
     if isinstance(ids, Ragged):
-        return ids._replace(values=1 + mix(ids.values) % (rows - 1))
-    return 1 + mix(ids) % (rows - 1)
+        return ids._replace(values=_hash(ids.values, rows))
+    return _hash(ids, rows)
+
+
+def _hash(ids: Tensor, rows: int) -> Tensor:
+    return torch.where(ids == -1, 0, 1 + mix(ids) % (rows - 1))
 
 
 def hold_out(blocks: Blocks, part: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
