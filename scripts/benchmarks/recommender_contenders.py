@@ -121,9 +121,9 @@ class Dense:
 
     def __init__(self) -> None:
         self.head = make_head()
-        size = dist.get_world_size()
-        wrapped = DistributedDataParallel(self.head, gradient_as_bucket_view=True, broadcast_buffers=False)
-        self.model: nn.Module = wrapped if size > 1 else self.head
+        self.model: nn.Module = self.head
+        if dist.get_world_size() > 1:
+            self.model = DistributedDataParallel(self.head, gradient_as_bucket_view=True, broadcast_buffers=False)
         self.optimizer = dense_optimizer(list(self.head.parameters()))
 
     def step(self, vectors: Tensor, numbers: Tensor, labels: Tensor) -> Tensor:
