@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -123,6 +124,7 @@ class Dense:
         self.head = make_head()
         self.model: nn.Module = self.head
         if dist.get_world_size() > 1:
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # TorchRec has not heard of it
             self.model = DistributedDataParallel(self.head, gradient_as_bucket_view=True, broadcast_buffers=False)
         self.optimizer = dense_optimizer(list(self.head.parameters()))
 
@@ -168,6 +170,7 @@ class OneProcess:
 
     def __init__(self, work: Workload, *, threads: int = 1) -> None:
         torch.set_num_threads(threads)
+        torch.sparse.check_sparse_tensor_invariants.disable()  # the default, which torch else warns of
         self.work, mode = work, "mean" if work.has_bags else "sum"
         rows = work.setting.rows
         self.bags = [nn.EmbeddingBag(n, DIM, mode=mode, sparse=True, _weight=torch.empty(n, DIM)) for n in rows]

@@ -164,4 +164,5 @@ def figure_cells(result: Result, results: Results) -> list[str]:
 
 
 def span(rate: Ratio) -> str:
-    return f"{rate.median:,.0f} ({rate.least:,.0f}-{rate.most:,.0f})"
+    range_ = f" ({rate.least:,.0f}-{rate.most:,.0f})" if rate.most > rate.least else ""  # of one round there is none
+    return f"{rate.median:,.0f}{range_}"

@@ -31,7 +31,7 @@ def whole(collection: EmbeddingCollection) -> dict[str, torch.Tensor]:
     """Weights and states of all tables, put together without DTensor's help."""
     found = {}
     for name, module in collection.tables.items():
-        found[f"{name}.weight"] = module.full_weight()
+        found[f"{name}.weight"] = collection.full_weight(name)
         for key, value in module.states.items():
             if value.ndim == 2:
                 found[f"{name}.{key}"] = module._gather(value)

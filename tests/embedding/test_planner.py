@@ -288,3 +288,10 @@ def test_plan_refuses_what_does_not_fit():
             plan_tables(**{"tables": tables, **bad})
     with pytest.raises(ValueError, match="sample has no feature 'small'"):
         plan_tables(tables, 2, sample={})
+
+
+def test_rows_say_what_the_text_says():
+    plan = plan_tables([Table("user", 1000, 8), Table("word", 50, 4)], 2, batch_size=64)
+    tables, ranks = plan.to_rows()
+    assert [row["table"] for row in tables] == ["user", "word"] and [row["2 ranks"] for row in ranks] == ["rank 0", "rank 1"]
+    assert all(value in str(plan) for row in [*tables, *ranks] for value in row.values())

@@ -24,6 +24,7 @@ def run(*command: object, cwd: Path | None = None) -> str:
 
 
 MODELS = """
+import unisono_models.recommender.train
 from unisono_models.clip.recipes import RECIPES
 from unisono_models.clip.towers import ImageTower
 from importlib import resources
@@ -60,7 +61,7 @@ def test_wheel_installs_alone(name, tmp_path):
 
 def test_models_install_with_their_packages(tmp_path):
     """By name and version from wheels, the drawings and weights left out: what needs them says so."""
-    wheels = [build(each, tmp_path) for each in ("collectives", "contrastive", "models")]
+    wheels = [build(each, tmp_path) for each in ("collectives", "contrastive", "embedding", "models")]
     assert "unisono_models/py.typed" in zipfile.ZipFile(wheels[-1]).namelist()
     environment = tmp_path / "empty"
     run(UV, "venv", "--quiet", "--python", sys.executable, environment)

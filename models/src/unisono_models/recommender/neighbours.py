@@ -33,12 +33,19 @@ def most_rated(ratings: Ratings, count: int) -> Tensor:
     return chosen[counts[chosen] >= 10]
 
 
-def nearest_items(vectors: Tensor, ratings: Ratings, *, count: int = 10) -> list[dict[str, Any]]:
+def title_of(row: int, ratings: Ratings, titles: Mapping[str, str]) -> str:
+    """What to call the item of a row."""
+    name = ratings.vocabularies[ratings.item].value(row)
+    return titles.get(name, name)
+
+
+def nearest_items(vectors: Tensor, ratings: Ratings, titles: Mapping[str, str], *, count: int = 10) -> list[dict[str, Any]]:
     """For the most rated items, those that are nearest to them among the thousand most rated: rows of a table."""
-    known, names = most_rated(ratings, 1000), ratings.vocabularies[ratings.item]
+    known = most_rated(ratings, 1000)
     rows = []
     for item in known[:count].tolist():
         near = (vectors[known] @ vectors[item]).masked_fill(known == item, -torch.inf)
         found = known[near.topk(min(NEAREST, max(len(known) - 1, 0))).indices].tolist()
-        rows.append({"item": names.value(item)} | {f"{k}": names.value(other) for k, other in enumerate(found, 1)})
+        names = [title_of(row, ratings, titles) for row in (item, *found)]
+        rows.append({"item": names[0]} | {f"{place}": name for place, name in enumerate(names[1:], 1)})
     return rows

@@ -13,6 +13,7 @@ from unisono_models.recommender.export import full_weights, write_export
 from unisono_models.recommender.neighbours import item_vectors, nearest_items
 from unisono_models.recommender.picture import draw_map
 from unisono_models.recommender.published import published_rows
+from unisono_models.recommender.titles import read_titles
 from unisono_models.training.report import Picture, write_report
 from unisono_models.training.run_directory import RunDirectory
 from unisono_models.training.skipped import Skipped
@@ -39,9 +40,10 @@ def conclude(run: RunDirectory, config: Config, evaluator: Evaluator, figures: M
                 vocabularies=vocabularies,
             )
             if source.ratings is not None and (vectors := item_vectors(config.model, source.ratings, weights)) is not None:
-                tables["Items, and those that are nearest to them"] = nearest_items(vectors, source.ratings)
+                titles = read_titles(config.data)
+                tables["Items, and those that are nearest to them"] = nearest_items(vectors, source.ratings, titles)
                 path = run.samples / "items.png"
-                draw_map(vectors, source.ratings, path)
+                draw_map(vectors, source.ratings, titles, path)
                 pictures.append(Picture(path, "The most rated items, by the two main directions of their embeddings"))
     plan = learner.tables.collection.plan
     if plan is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,13 +10,13 @@ from torch import Tensor
 
 from unisono.embedding import Ragged
 from unisono_models.recommender.data.ratings import Ratings
-from unisono_models.recommender.neighbours import most_rated
+from unisono_models.recommender.neighbours import most_rated, title_of
 from unisono_models.training.plots import COLOURS, INKS
 
 SHOWN, NAMED, GROUPS = 400, 34, 6
 
 
-def draw_map(vectors: Tensor, ratings: Ratings, path: Path) -> None:
+def draw_map(vectors: Tensor, ratings: Ratings, titles: Mapping[str, str], path: Path) -> None:
     """Draw the most rated items as a PNG, in the colours of the most frequent values of their first bag of ids (genres)."""
     from matplotlib.figure import Figure
 
@@ -36,8 +37,9 @@ def draw_map(vectors: Tensor, ratings: Ratings, path: Path) -> None:
         at = (float(points[place, 0]), float(points[place, 1]))
         if len(taken) < NAMED and all(abs(at[0] - a) > 0.34 or abs(at[1] - b) > 0.055 for a, b in taken):
             taken.append(at)
-            text = ratings.vocabularies[ratings.item].value(row)
-            axes.annotate(text[:30], at, xytext=(4, 3), textcoords="offset points", fontsize=7.5, color=ink)
+            axes.annotate(
+                title_of(row, ratings, titles)[:30], at, xytext=(4, 3), textcoords="offset points", fontsize=7.5, color=ink
+            )
     if len(names) > 1:
         axes.legend(loc="lower left", frameon=False, fontsize=9, labelcolor=ink)
     figure.savefig(path)

@@ -11,16 +11,13 @@ import torch
 import tyro
 from torch import Tensor
 
-from unisono_models.recommender.data.atomic import read_atomic
-from unisono_models.recommender.data.movielens import PACKAGES, movielens_folder
 from unisono_models.recommender.data.ratings import Ratings
 from unisono_models.recommender.export import Exported, read_export
 from unisono_models.recommender.run_export import RunError, find_run
 from unisono_models.recommender.source import open_source
+from unisono_models.recommender.titles import read_titles
 from unisono_models.recommender.two_tower import TwoTower
 from unisono_models.training.ranks import Ranks
-
-TITLES = ("movie_title", "title", "name")
 
 
 @dataclass(frozen=True)
@@ -87,21 +84,6 @@ def best_liked(ratings: Ratings, user: str, titles: dict[str, str], *, top: int 
     return [titles.get(name, name) for name in names]
 
 
-def read_titles(source: str, item: str) -> dict[str, str]:
-    """What to call the items, where the data says: with the year, if that is not in the title."""
-    folder = movielens_folder(source) if source in PACKAGES else Path(source)
-    paths = [folder.with_suffix(".item")] if folder.is_file() else sorted(folder.glob("*.item"))
-    if not paths or not paths[0].is_file():
-        return {}
-    table = read_atomic(paths[0])
-    column = next((name for name in TITLES if name in table.columns), None)
-    if column is None or item not in table.columns:
-        return {}
-    years = table.column("release_year") if "release_year" in table.columns else [""] * len(table)
-    rows = zip(table.column(item), table.column(column), years, strict=True)
-    return {key: title if not year or year in title else f"{title} ({year})" for key, title, year in rows}
-
-
 def main(args: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, prog="python -m unisono_models.recommender.recommend", args=args)
     try:
@@ -110,7 +92,7 @@ def main(args: Sequence[str] | None = None) -> None:
         source = open_source(everything, seed=config.run.seed, ranks=Ranks(0, 1, 0, torch.device("cpu")))
         if source.ratings is None:
             raise RunError(f"{options.run}: its data has no users and items to recommend: it was trained on rows of clicks")
-        titles = read_titles(config.data.source, config.data.item)
+        titles = read_titles(config.data)
         user = options.user or most_active(source.ratings)
         found = recommend(read_export(options.run / "export"), source.ratings, user, top=options.top, titles=titles)
     except (RunError, OSError) as error:
