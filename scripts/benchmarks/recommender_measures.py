@@ -49,11 +49,6 @@ def time_steps(name: str, setting: Setting, warm_up: int, steps: int) -> Timing:
     return time_stepper(make(name, setting)[1], batches=BATCHES, warm_up=warm_up, steps=steps, count=False)
 
 
-def weigh_and_time(name: str, setting: Setting, warm_up: int, steps: int) -> tuple[Weight, Timing]:
-    """Both in the same process: quicker, and the time is that of a malloc which gives everything back."""
-    return weigh(name, setting), time_steps(name, setting, warm_up, steps)
-
-
 def make(name: str, setting: Setting) -> tuple[Workload, Learner]:
     contender = CONTENDERS[name]
     work = contender.given(setting)

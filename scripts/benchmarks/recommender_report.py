@@ -124,9 +124,10 @@ def describe(case: Case, results: Results, setting: Setting) -> str:
         mine, other = (f"{value:.1f}" for value in apart if value is not None)
         text += (
             f" The dense part alone, which is the same for both, takes {share.median:.0%} of our step and {theirs.median:.0%} "
-            f"of that of `{fastest.contender}`: what is left for tables is {mine} ms and {other} ms, and a ratio of whole "
-            f"steps can be no higher than {1 / theirs.median:.2f}x, even with tables that cost nothing."
+            f"of that of `{fastest.contender}`: what is left for tables is {mine} ms and {other} ms."
         )
+        if theirs.median < 1:
+            text += f" Even with tables that cost nothing the ratio of whole steps would be {1 / theirs.median:.2f}x."
     return text
 
 

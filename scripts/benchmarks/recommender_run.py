@@ -40,7 +40,8 @@ def main(
         steps: How many steps are timed each time, after 3 to warm up.
         cases: "one id" for each feature, as Criteo has; "bags" of 1 to 10 ids. None: both, with --quick the first.
         only: Parts of the names of contenders, to leave out all others.
-        quick: 3 steps with a hundredth of the rows, to see that it works; writes nothing, unless --out says where.
+        quick: One round of 3 steps with a hundredth of the rows, in processes that stay, to see that it works; writes nothing,
+            unless --out says where.
         out: The folder for the markdown file, the figures and the plot. A file of the same day is replaced.
     """
     if min(batch, rounds, steps) < 1:
@@ -55,7 +56,7 @@ def main(
     from recommender_contenders import CONTENDERS, WORLD_SIZE
     from recommender_report import HEAD, figure_cells, write_report
     from recommender_results import judge
-    from recommender_turns import run_case, try_case
+    from recommender_turns import run_case
     from recommender_workload import CASES, Case
     from shared_ranks import FreshRanks
     from shared_report import aim_table, describe_machine
@@ -68,17 +69,14 @@ def main(
     chosen: list[Case] = [case for case in CASES if case in cases or not cases]
     setting = Setting(batch)
     if quick:
-        setting, steps = Setting(128, 100), 3
+        setting, rounds, steps = Setting(128, 100), 1, 3
         chosen = chosen if cases else chosen[:1]
     machine = describe_machine()
     given = {case: setting._replace(poolings=CASES[case]) for case in chosen}
-    with FreshRanks(console, len(chosen) * len(names) * (1 if quick else 1 + rounds)) as ranks:
-        if quick:
-            found = {case: try_case(ranks, case, names, given[case], warm_up=WARM_UP, steps=steps) for case in chosen}
-        else:
-            found = {
-                case: run_case(ranks, case, names, given[case], rounds=rounds, warm_up=WARM_UP, steps=steps) for case in chosen
-            }
+    with FreshRanks(console, len(chosen) * len(names) * (1 + rounds), keep=quick) as ranks:
+        found = {
+            case: run_case(ranks, case, names, given[case], rounds=rounds, warm_up=WARM_UP, steps=steps) for case in chosen
+        }
     aims = judge(found)
     for case, results in found.items():
         title = f"{case}: a training step, {WORLD_SIZE} ranks, batch {setting.batch} on each"

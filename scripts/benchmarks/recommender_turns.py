@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from embedding_workload import Setting
 from recommender_contenders import CONTENDERS, WORLD_SIZE
-from recommender_measures import Weight, time_steps, weigh, weigh_and_time
+from recommender_measures import Weight, time_steps, weigh
 from recommender_results import TOLERANCE, Results, combine, deviations
 from recommender_workload import Case
 from shared_measuring import order_of_turns
@@ -29,18 +29,6 @@ def run_case(
             timings[name].append(fresh.run(text, CONTENDERS[name].ranks, time_steps, name, setting, warm_up, steps))
     samples = setting.batch * WORLD_SIZE
     return Results(combine(name, samples, weights[name], timings[name]) for name in names)
-
-
-def try_case(fresh: FreshRanks, case: Case, names: Sequence[str], setting: Setting, *, warm_up: int, steps: int) -> Results:
-    """Quickly, to see that it works: each contender's ranks are weighed and timed at once, before the check."""
-    weights: dict[str, list[Weight]] = {}
-    timings: dict[str, list[Timing]] = {}
-    for name in names:
-        found = fresh.run(f"{case}: {name}", CONTENDERS[name].ranks, weigh_and_time, name, setting, warm_up, steps)
-        weights[name], timings[name] = (list(each) for each in zip(*found, strict=True))
-    check(case, weights)
-    samples = setting.batch * WORLD_SIZE
-    return Results(combine(name, samples, weights[name], [timings[name]]) for name in names)
 
 
 def check(case: Case, weights: dict[str, list[Weight]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import stat
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +39,8 @@ def bytes_sent() -> int:
     total = 0
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # what is no TCP connection, or is closed by now
+            if not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
+                continue
             with socket.socket(fileno=os.dup(int(descriptor))) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             sent, again = (struct.unpack_from("=Q", info, place)[0] for place in (BYTES_SENT, BYTES_RETRANSMITTED))

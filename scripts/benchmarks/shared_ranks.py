@@ -13,9 +13,10 @@ PATIENCE = 900.0  # seconds
 
 
 class FreshRanks:
-    """`total`: how many calls there will be."""
+    """`total`: how many calls there will be. `keep`: the same ranks for all, not fresh: quicker, to see that it works."""
 
-    def __init__(self, console: Console, total: int) -> None:
+    def __init__(self, console: Console, total: int, *, keep: bool = False) -> None:
+        self.keep, self.kept = keep, dict[int, RankPool]()
         columns = (
             BarColumn(),
             TaskProgressColumn(),
@@ -32,11 +33,19 @@ class FreshRanks:
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
+        for pool in self.kept.values():
+            pool.close()
 
     def run(self, text: str, ranks: int, *call: Any) -> list[Any]:
         """What a function of the top level returns on each rank."""
         self.progress.update(self.task, description=text)
-        with RankPool(ranks, group_timeout=300) as pool:
+        pool = self.kept.pop(ranks, None) or RankPool(ranks, group_timeout=300)
+        try:
             found = pool.run(*call, timeout=PATIENCE)
+            if self.keep:
+                self.kept[ranks] = pool
+        finally:
+            if ranks not in self.kept:
+                pool.close()
         self.progress.advance(self.task)
         return found

@@ -52,11 +52,21 @@ def lr() -> Config:
 def two_tower() -> Config:
     """Two towers on MovieLens-1M: which of all movies a user likes (RecBole-GNN's general protocol, full sort)."""
     return Config(
-        run=RunConfig(steps=20 * 165, evaluate_every=2 * 165, log_every=20),
-        data=DataConfig(features=("user_id", "item_id"), keep="[3,inf)", threshold=3.0, split="per_user", batch=4096),
-        model=ModelConfig("two_tower", dim=64, init=0.1, hidden=(), dropout=0.0),
-        tables=TablesConfig(lr=2e-3),
-        checkpoint=CheckpointConfig(every=5 * 165),
+        run=RunConfig(steps=6 * 330, evaluate_every=330, log_every=20),
+        data=DataConfig(keep="[3,inf)", threshold=3.0, split="per_user", batch=2048),
+        model=ModelConfig(
+            "two_tower",
+            dim=64,
+            init=0.1,
+            hidden=(),
+            users=("user_id", "age", "gender", "occupation"),
+            items=("item_id", "genre", "release_year"),
+            temperature=0.15,
+            log_q=1.2,
+        ),
+        tables=TablesConfig(lr=0.02),
+        optimizer=OptimizerConfig(warmup=0.0),
+        checkpoint=CheckpointConfig(every=660),
     )
 
 

@@ -45,7 +45,9 @@ def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Mo
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         model.to(memory_format=torch.channels_last)  # what convolutions are fastest with; FSDP2 refuses it
         on = [ranks.device] if ranks.device.type != "cpu" else None
-        return DistributedDataParallel(model, device_ids=on)
+        # Buffers of integers are constants here: sent at each step, they would only take time.
+        changing = any(buffer.is_floating_point() for buffer in model.buffers())
+        return DistributedDataParallel(model, device_ids=on, broadcast_buffers=changing)
     return _shard(model, blocks, config, ranks)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _WORD = (1 << 64) - 1
+_IN_CACHE = 1 << 15  # numbers
 
 
 def key_of(seed: int, *path: int | str) -> int:
@@ -66,8 +67,12 @@ def draw(rows: Tensor, stream: Tensor, shape: Sequence[int]) -> Tensor:
 @torch.library.custom_op("unisono_models::numbers", mutates_args=())
 def _numbers(rows: Tensor, stream: Tensor, count: int) -> Tensor:
     cells = torch.arange(count, device=rows.device) * _signed(0x9E3779B97F4A7C15)
-    bits = _mix((rows + stream)[:, None] + cells)
-    return (bits & 0xFFFFFF).to(torch.float32) * 2**-24
+    keys, found = (rows + stream)[:, None], torch.empty(len(rows), count, device=rows.device)
+    # On a CPU, as many at a time as its cache holds: three times as fast.
+    step = max(1, _IN_CACHE // max(count, 1)) if rows.device.type == "cpu" else max(1, len(rows))
+    for some, into in zip(keys.split(step), found.split(step), strict=True):
+        into.copy_(_mix_(some + cells).bitwise_and_(0xFFFFFF))
+    return found.mul_(2**-24)
 
 
 @_numbers.register_fake
@@ -84,13 +89,17 @@ def normal(seed: int, stream: str, step: int, index: Tensor, shape: Sequence[int
 
 def _mix(x: Tensor) -> Tensor:
     """The finaliser of splitmix64 (Steele et al. 2014), in int64 that wraps."""
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shifted(x, 31)
+    return _mix_(x.clone())
 
 
-def _shifted(x: Tensor, by: int) -> Tensor:
-    return (x >> by) & ((1 << (64 - by)) - 1)  # int64 shifts the sign in; the mask takes it out again
+def _mix_(x: Tensor) -> Tensor:
+    """The same, in place."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        shifted = (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # int64 shifts the sign in; the mask takes it out again
+        x.bitwise_xor_(shifted)
+        if factor != 1:
+            x.mul_(_signed(factor))
+    return x
 
 
 def _signed(x: int) -> int:
