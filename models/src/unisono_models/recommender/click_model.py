@@ -47,14 +47,22 @@ class ClickModel(nn.Module):
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(self, batch: Batch, *, frozen_tables: bool = False) -> Tensor:
+        return self.score(self.embed(batch, frozen_tables=frozen_tables), batch.numbers)
+
+    def embed(self, batch: Batch, *, frozen_tables: bool = False) -> Tensor:
+        """What the tables have for each feature, and numbers times their vectors: (rows, fields, width)."""
         found = self.tables(self.look_ups(batch), frozen=frozen_tables)
-        rows = torch.stack([found[feature.name] for feature in self.features if feature.kind != "number"], 1)
+        fields = torch.stack([found[feature.name] for feature in self.features if feature.kind != "number"], 1)
         if self.numbers is not None:
-            rows = torch.cat([rows, batch.numbers[:, :, None] * self.numbers], 1)
+            fields = torch.cat([fields, batch.numbers[:, :, None] * self.numbers], 1)
+        return fields
+
+    def score(self, fields: Tensor, numbers: Tensor) -> Tensor:
+        """Logits of what `embed` gives."""
         linear = HEADS[self.config.kind].linear
-        vectors = rows[..., 1:] if linear else rows
-        weights = rows[..., 0] if linear else rows.new_zeros(rows.shape[:2])
-        logits: Tensor = self.head(Inputs(self.dropout(vectors), weights, batch.numbers))
+        vectors = fields[..., 1:] if linear else fields
+        weights = fields[..., 0] if linear else fields.new_zeros(fields.shape[:2])
+        logits: Tensor = self.head(Inputs(self.dropout(vectors), weights, numbers))
         return logits
 
     def look_ups(self, batch: Batch) -> dict[str, Ids]:

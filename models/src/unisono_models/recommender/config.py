@@ -91,7 +91,9 @@ class TablesConfig:
     optimizer: Literal["adam", "adagrad", "rowwise_adagrad", "sgd"] = "adam"
     lr: float = 1e-3
     weight_decay: float = 0.0
-    """Of rows that are looked up."""
+    """Of rows that are looked up, however often a batch has them."""
+    l2: float = 0.0
+    """Half of it times the squares of a sample's embeddings is added to its loss. Not of two_tower."""
     wire: Literal["full", "bfloat16", "float16"] = "full"
     """How rows travel."""
     prefetch: bool = False

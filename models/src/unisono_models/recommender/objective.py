@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unisono.collectives import global_mean
-from unisono.embedding import Ragged, exclude_from_ddp, sharded_parameters
+from unisono.embedding import exclude_from_ddp, sharded_parameters
 from unisono_models.recommender.click_model import ClickModel, table_width
 from unisono_models.recommender.config import Config
 from unisono_models.recommender.data.batch import Batch
@@ -22,26 +22,36 @@ from unisono_models.training.dropout import dropout_for, dropout_rows, own_dropo
 class Learner(nn.Module):
     """A model and its loss: cross entropy of clicks, or softmax over the items of the global batch.
 
+    l2: of a ClickModel: half of it times the squares of a row's embeddings is added to the row's loss.
     log_q: of a TwoTower: for each row of the item table, the logarithm of how often it comes in training.
     """
 
-    def __init__(self, model: ClickModel | TwoTower, *, seed: int, log_q: Tensor | None = None) -> None:
+    def __init__(self, model: ClickModel | TwoTower, *, seed: int, l2: float = 0.0, log_q: Tensor | None = None) -> None:
         super().__init__()
-        self.model, self.seed = model, seed
+        self.model, self.seed, self.l2 = model, seed, l2
         self.log_q = log_q  # no buffer: it comes from the data, and DDP would send it around at each step
 
     def forward(self, batch: Batch, *, step: int, frozen_tables: bool = False) -> dict[str, Tensor]:
-        """The losses of a batch by name: the same on every rank."""
+        """The losses of a batch by name, what is minimised as "loss": the same on every rank."""
         with dropout_for(dropout_rows(self.seed, step, batch.index)):
-            found = self.model(batch, frozen_tables=frozen_tables)
-        if isinstance(self.model, ClickModel):
-            wide = found if found.dtype == torch.float64 else found.float()
-            return {"loss": global_mean(F.binary_cross_entropy_with_logits(wide, batch.labels.to(wide), reduction="none"))}
-        config, items = self.model.config, batch.ids[self.model.config.items[0]]
-        assert self.log_q is not None and not isinstance(items, Ragged)
-        log_q = config.log_q * self.log_q[items]
-        users, vectors = found
-        return {"loss": retrieval_loss(users, vectors, log_q, temperature=config.temperature, ids=items)}
+            if isinstance(self.model, ClickModel):
+                return self._click_losses(self.model, batch, frozen_tables)
+            return self._retrieval_losses(self.model, batch, frozen_tables)
+
+    def _click_losses(self, model: ClickModel, batch: Batch, frozen_tables: bool) -> dict[str, Tensor]:
+        fields = model.embed(batch, frozen_tables=frozen_tables)
+        logits = _wide(model.score(fields, batch.numbers))
+        clicks = global_mean(F.binary_cross_entropy_with_logits(logits, batch.labels.to(logits), reduction="none"))
+        if not self.l2:
+            return {"loss": clicks}
+        return {"loss": clicks + self.l2 / 2 * global_mean(_wide(fields).square().sum((1, 2))), "log_loss": clicks}
+
+    def _retrieval_losses(self, model: TwoTower, batch: Batch, frozen_tables: bool) -> dict[str, Tensor]:
+        users, items = model(batch, frozen_tables=frozen_tables)
+        ids = batch.ids[model.config.items[0]]
+        assert self.log_q is not None and isinstance(ids, Tensor)
+        log_q, temperature = model.config.log_q * self.log_q[ids], model.config.temperature
+        return {"loss": retrieval_loss(users, items, log_q, temperature=temperature, ids=ids)}
 
     def prefetch(self, batch: Batch) -> None:
         """Begin with the batch that the next call will have: see EmbeddingCollection.prefetch."""
@@ -80,10 +90,14 @@ def make_learner(config: Config, source: Source, *, dtype: torch.dtype, device: 
         model: ClickModel | TwoTower = TwoTower(config.model, tables)
         learner = Learner(model, seed=config.run.seed, log_q=_log_frequencies(source, config).to(device, dtype))
     else:
-        learner = Learner(ClickModel(config.model, source.features, tables), seed=config.run.seed)
+        learner = Learner(ClickModel(config.model, source.features, tables), seed=config.run.seed, l2=config.tables.l2)
     own_dropout(learner)
     exclude_from_ddp(learner)
     return learner.to(device, dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _log_frequencies(source: Source, config: Config) -> Tensor:
