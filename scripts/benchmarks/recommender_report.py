@@ -44,7 +44,12 @@ def write_report(
     now = datetime.now().astimezone()
     path = folder / f"{now:%Y-%m-%d}-recommender.md"
     plot(cases, setting, path.with_suffix(".png"))
-    about = {"command": command.strip("`"), "date": f"{now:%Y-%m-%d %H:%M %Z}", "machine": machine, "torch": torch.__version__}
+    about = {
+        "command": command.replace("`", ""),
+        "date": f"{now:%Y-%m-%d %H:%M %Z}",
+        "machine": machine,
+        "torch": torch.__version__,
+    }
     path.with_suffix(".json").write_text(json.dumps({**about, "cases": as_json(cases)}, indent=1) + "\n")
     versions = ", ".join(f"{name} {version(name)}" for name in ("torchrec", "fbgemm-gpu-cpu"))
     rounds = len(next(iter(cases.values()))[0].wall)
@@ -98,17 +103,17 @@ def contenders_explained(cases: Mapping[Case, Results]) -> str:
     ]
     return (
         f"`{AUTO}` is the learner of `unisono_models.recommender`, made and wrapped as its trainer does, and the body of its "
-        f"loop, the loss over all ranks included; `{PREFETCH}`: with `--tables.prefetch`, row numbers of the next batch "
-        f"travel in the backward; `{ADAGRAD}`: with the optimizer that torch's own tables have. TorchRec's are an "
+        f"loop, the loss over all ranks and DDP's broadcast of buffers included; `{PREFETCH}`: with "
+        f"`--tables.prefetch`, row numbers of the next batch travel in the backward; `{ADAGRAD}`: with the optimizer that torch's own tables have. TorchRec's are an "
         "EmbeddingBagCollection under DistributedModelParallel with fbgemm's fused kernels, exact row-wise Adagrad in the "
         "backward, below the same head in a DDP of the options that DistributedModelParallel gives one. The head takes "
         "TorchRec's result as the one tensor it is, without a copy; ours is a tensor for each feature, which the model "
         f"stacks. `{TORCHREC_TABLE}`: whole tables, placed such that ids and rows are even. Its pipeline for the next batch's "
-        "ids (TrainPipelineSparseDist) is made for GPUs and left out. "
+        "ids (TrainPipelineSparseDist), which overlaps by streams of GPUs, is left out. "
         f"`{ONE_PROCESS}`: nn.EmbeddingBag(sparse=True) for each table and torch.optim.Adagrad, which has a state for each "
         "element: torch has no row-wise one for sparse gradients; it takes the batches of all ranks on one thread, "
         f"`{TWO_THREADS}` on both cores. `{DENSE}`: the head in the same DDP on two ranks, on fixed vectors whose gradients "
-        f"are formed and dropped. Plans: {'; '.join(choices)}."
+        f"are formed and dropped. Plans: {'; '.join(choices) or 'none'}."
     )
 
 

@@ -31,7 +31,7 @@ def main(
     TorchRec's sharded EmbeddingBagCollection below the same dense part, and torch's own tables in one process. First fresh
     processes for each contender give the losses of 6 steps, which must agree, its traffic and its peak memory; then all
     take turns in every round, each time in fresh processes. All run on the torch that TorchRec loads on, in .venv-torchrec,
-    which is made the first time. Prints all figures and the aim, and writes <date>-recommender.md, .json and .png. About 20
+    which is made the first time. Prints all figures and the aim, and writes <date>-recommender.md, .json and .png. About 25
     minutes on two cores and 8 GB: leave the machine alone.
 
     Args:
@@ -40,8 +40,8 @@ def main(
         steps: How many steps are timed each time, after 3 to warm up.
         cases: "one id" for each feature, as Criteo has; "bags" of 1 to 10 ids. None: both, with --quick the first.
         only: Parts of the names of contenders, to leave out all others.
-        quick: One round of 3 steps with a hundredth of the rows, in processes that stay, to see that it works; writes nothing,
-            unless --out says where.
+        quick: One round of 3 steps with a hundredth of the rows, in processes that stay, to see that it works; writes
+            nothing, unless --out says where.
         out: The folder for the markdown file, the figures and the plot. A file of the same day is replaced.
     """
     if min(batch, rounds, steps) < 1:

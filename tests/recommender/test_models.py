@@ -25,7 +25,9 @@ def inputs(numbers=2):
 
 def head_of(kind, numbers=2, **settings):
     torch.manual_seed(1)
-    return HEADS[kind](Shape(FIELDS, DIM, numbers, ModelConfig(kind, dropout=0.0, hidden=(6, 5), **settings))).double()
+    return HEADS[kind](
+        Shape(FIELDS, DIM, numbers, ModelConfig(kind, dropout=0.0, input_dropout=0.0, hidden=(6, 5), **settings))
+    ).double()
 
 
 def pairs(vectors):
@@ -54,16 +56,27 @@ def test_crosses_are_their_formula():
     for layer in head.crosses:
         crossed = first * (crossed @ layer.linear.weight.T + layer.linear.bias) + crossed
     deep = head.deep[2](head.deep[0](first).relu()).relu()
-    torch.testing.assert_close(head(x), (torch.cat([crossed, deep], 1) @ head.out.weight.T + head.out.bias).squeeze(1))
+    expected = (torch.cat([crossed, deep], 1) @ head.out.weight.T).squeeze(1)
+    torch.testing.assert_close(head(x), expected + x.weights.sum(1))
+
+
+def test_crosses_start_as_a_factorization_machine():
+    x, head = inputs(), head_of("dcn", crosses=1)
+    with torch.no_grad():
+        head.out.weight[:, FIELDS * DIM :] = 0
+    expected = sum(pairs(x.vectors)).sum(1) + x.vectors.sum((1, 2)) + x.weights.sum(1)
+    assert (head(x) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 @pytest.mark.parametrize("numbers", [0, 2])
 def test_dlrm_is_its_formula(numbers):
     x, head = inputs(numbers), head_of("dlrm", numbers, bottom=(4,))
-    dense = head.bottom(x.numbers) if numbers else head.constant.expand(5, DIM)
-    vectors = torch.cat([dense[:, None], x.vectors], 1)
+    vectors, beside = x.vectors, x.vectors.flatten(1)
+    if numbers:
+        beside = head.bottom(x.numbers)
+        vectors = torch.cat([beside[:, None], vectors], 1)
     dots = torch.stack([product.sum(1) for product in pairs(vectors)], 1)
-    torch.testing.assert_close(head(x), head.top(torch.cat([dense, dots], 1)).squeeze(1))
+    torch.testing.assert_close(head(x), head.top(torch.cat([beside, dots], 1)).squeeze(1) + x.weights.sum(1))
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -59,13 +59,15 @@ class ModelConfig:
     """Width of the embeddings."""
     init: float = 0.01
     """Standard deviation of the first embeddings."""
-    hidden: tuple[int, ...] = (128, 128)
+    hidden: tuple[int, ...] = (128, 64)
     """Layers of the perceptron; of two_tower, of each tower."""
-    dropout: float = 0.2
-    """In the perceptron."""
+    dropout: float = 0.4
+    """After each layer of the perceptron."""
+    input_dropout: float = 0.2
+    """Of what the perceptron sees."""
     embedding_dropout: float = 0.0
-    """Of the embeddings, before the perceptron and the crosses."""
-    crosses: int = 3
+    """Of all embeddings."""
+    crosses: int = 2
     """Cross layers of dcn."""
     bottom: tuple[int, ...] = (64,)
     """Layers of dlrm's perceptron for numbers; one of `dim` follows."""
@@ -89,7 +91,7 @@ class TablesConfig:
     memory_gb: float | None = None
     """What a rank may hold, for the planner."""
     optimizer: Literal["adam", "adagrad", "rowwise_adagrad", "sgd"] = "adam"
-    lr: float = 1e-3
+    lr: float = 2e-2
     weight_decay: float = 0.0
     """Of rows that are looked up, however often a batch has them."""
     l2: float = 0.0
@@ -105,10 +107,10 @@ class OptimizerConfig:
     """AdamW for all that is not a table; the schedule, a warm-up and a cosine, is that of the tables, too."""
 
     lr: float = 1e-3
-    weight_decay: float = 0.0
+    weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.999
-    warmup: float = 0.02
+    warmup: float = 0.0
     """Part of the steps in which the learning rate rises."""
     final: float = 0.0
     """Part of the learning rate that is left at the end."""

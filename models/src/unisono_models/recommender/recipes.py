@@ -18,34 +18,39 @@ INTEGERS = tuple(f"I{number}:number" for number in range(1, 14))
 def deepfm() -> Config:
     """DeepFM on MovieLens-1M: who likes which movie (RecBole's context protocol)."""
     return Config(
-        run=RunConfig(steps=12 * EPOCH, evaluate_every=EPOCH, log_every=20),
+        run=RunConfig(steps=7 * EPOCH, evaluate_every=EPOCH, log_every=20),
         model=ModelConfig("deepfm"),
-        checkpoint=CheckpointConfig(every=4 * EPOCH),
+        tables=TablesConfig(l2=0.015),
+        checkpoint=CheckpointConfig(every=2 * EPOCH),
     )
 
 
 @RECIPES.add
 def dcn() -> Config:
     """As deepfm, with DCN-v2."""
-    return replace(deepfm(), model=replace(deepfm().model, kind="dcn"))
+    return replace(deepfm(), model=ModelConfig("dcn"), tables=TablesConfig(l2=0.02))
 
 
 @RECIPES.add
 def dlrm() -> Config:
     """As deepfm, with DLRM."""
-    return replace(deepfm(), model=replace(deepfm().model, kind="dlrm"))
+    model = ModelConfig("dlrm", dropout=0.3, input_dropout=0.0, embedding_dropout=0.1)
+    config = replace(deepfm(), model=model, tables=TablesConfig(l2=0.02), optimizer=OptimizerConfig(lr=4e-3))
+    return replace(config, run=replace(config.run, steps=5 * EPOCH))
 
 
 @RECIPES.add
 def fm() -> Config:
     """As deepfm, with a factorization machine."""
-    return replace(deepfm(), model=replace(deepfm().model, kind="fm"))
+    config = replace(deepfm(), model=ModelConfig("fm"), tables=TablesConfig(l2=0.02), optimizer=OptimizerConfig(lr=4e-3))
+    return replace(config, run=replace(config.run, steps=10 * EPOCH))
 
 
 @RECIPES.add
 def lr() -> Config:
     """As deepfm, with logistic regression."""
-    return replace(deepfm(), model=replace(deepfm().model, kind="lr"))
+    config = replace(deepfm(), model=ModelConfig("lr"), tables=TablesConfig())
+    return replace(config, run=replace(config.run, steps=5 * EPOCH))
 
 
 @RECIPES.add
@@ -64,8 +69,6 @@ def two_tower() -> Config:
             temperature=0.15,
             log_q=1.2,
         ),
-        tables=TablesConfig(lr=0.02),
-        optimizer=OptimizerConfig(warmup=0.0),
         checkpoint=CheckpointConfig(every=660),
     )
 
@@ -77,7 +80,7 @@ def tiny() -> Config:
     return Config(
         run=RunConfig(steps=60, evaluate_every=30, timeout=60),
         data=DataConfig("ml-100k", features=features, batch=1024),
-        model=ModelConfig("deepfm", dim=8, hidden=(32,)),
+        model=ModelConfig("deepfm", dim=8, hidden=(32,), dropout=0.2),
         tables=TablesConfig(lr=1e-2),
         optimizer=OptimizerConfig(lr=1e-2),
         checkpoint=CheckpointConfig(every=25),
@@ -97,7 +100,8 @@ def criteo() -> Config:
             parts=(0.98, 0.01, 0.01),
             batch=65_536,
         ),
-        model=ModelConfig("dlrm", dim=128, hidden=(1024, 1024, 512, 256), dropout=0.0, bottom=(512, 256)),
+        model=ModelConfig("dlrm", dim=128, hidden=(1024, 1024, 512, 256), dropout=0.0, input_dropout=0.0, bottom=(512, 256)),
         tables=TablesConfig(optimizer="rowwise_adagrad", lr=0.02, prefetch=True),
+        optimizer=OptimizerConfig(weight_decay=0.0, warmup=0.05),
         checkpoint=CheckpointConfig(every=4000),
     )

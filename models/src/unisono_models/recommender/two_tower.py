@@ -28,7 +28,9 @@ class TwoTower(nn.Module):
             if not names or (unknown := set(names) - {feature.name for feature in tables.features}):
                 raise ValueError(f"model.{side}: {sorted(unknown) if names else 'none'}: not among the features of ids")
         self.user, self.item = (
-            perceptron(config.dim, config.hidden, dropout=config.dropout, out=config.dim) if config.hidden else nn.Identity()
+            perceptron(config.dim, config.hidden, dropout=config.dropout, input_dropout=config.input_dropout, out=config.dim)
+            if config.hidden
+            else nn.Identity()
             for _ in range(2)
         )
         self.dropout = nn.Dropout(config.embedding_dropout)

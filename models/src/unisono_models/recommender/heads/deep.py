@@ -7,8 +7,15 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from unisono_models.recommender.heads.inputs import Head, Inputs, Shape
-from unisono_models.recommender.heads.machines import FactorizationMachine
+from unisono_models.recommender.heads.machines import FactorizationMachine, LogisticRegression
 from unisono_models.recommender.heads.perceptron import perceptron
+
+_SMALL = 0.01
+
+
+def deep_part(shape: Shape, width: int, out: int | None = None) -> nn.Sequential:
+    config = shape.config
+    return perceptron(width, config.hidden, dropout=config.dropout, input_dropout=config.input_dropout, out=out)
 
 
 class DeepFM(Head):
@@ -19,7 +26,7 @@ class DeepFM(Head):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.machine = FactorizationMachine(shape)
-        self.deep = perceptron(shape.fields * shape.dim, shape.config.hidden, dropout=shape.config.dropout, out=1)
+        self.deep = deep_part(shape, shape.fields * shape.dim, out=1)
 
     def forward(self, inputs: Inputs) -> Tensor:
         logits: Tensor = self.machine(inputs)
@@ -33,6 +40,8 @@ class CrossLayer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
+        nn.init.normal_(self.linear.weight, std=_SMALL)
+        nn.init.zeros_(self.linear.bias)
 
     def forward(self, first: Tensor, x: Tensor) -> Tensor:
         crossed: Tensor = first * self.linear(x)
@@ -40,45 +49,63 @@ class CrossLayer(nn.Module):
 
 
 class DeepCross(Head):
-    """DCN-v2: cross layers beside a perceptron, both on the vectors, and a linear layer on what they give."""
+    """DCN-v2: cross layers beside a perceptron, both on the vectors, a linear layer on what they give, and the linear terms.
+
+    It starts as a factorization machine, near enough: the first cross layer multiplies each vector with half of the others,
+    and the last layer adds up. From random crosses it learned less on MovieLens.
+    """
+
+    linear = True
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        width, hidden = shape.fields * shape.dim, shape.config.hidden
+        fields, dim, hidden = shape.fields, shape.dim, shape.config.hidden
+        width = fields * dim
+        self.regression = LogisticRegression(shape)
         self.crosses = nn.ModuleList([CrossLayer(width) for _ in range(shape.config.crosses)])
-        self.deep = perceptron(width, hidden, dropout=shape.config.dropout)
-        self.out = nn.Linear(width + (hidden[-1] if hidden else width), 1)
+        self.deep = deep_part(shape, width)
+        self.out = nn.Linear(width + (hidden[-1] if hidden else width), 1, bias=False)
+        with torch.no_grad():
+            nn.init.xavier_normal_(self.out.weight)
+            self.out.weight[:, :width] = 1
+            if shape.config.crosses:
+                others = torch.kron(torch.ones(fields, fields) - torch.eye(fields), torch.eye(dim)) / 2
+                first = self.crosses[0]
+                assert isinstance(first, CrossLayer)
+                first.linear.weight += others
 
     def forward(self, inputs: Inputs) -> Tensor:
         first = x = rearrange(inputs.vectors, "b f d -> b (f d)")
         for cross in self.crosses:
             x = cross(first, x)
-        logits: Tensor = self.out(torch.cat([x, self.deep(first)], 1))
-        return logits.squeeze(1)
+        logits: Tensor = self.regression(inputs)
+        deep: Tensor = self.out(torch.cat([x, self.deep(first)], 1))
+        return logits + deep.squeeze(1)
 
 
 class Dlrm(Head):
     """DLRM (Naumov et al. 2019): a perceptron makes one vector of the numbers; dot products of all pairs of vectors, and that
-    vector, go through another. Without numbers a learned vector stands in, so that each embedding has a linear term."""
+    one, go through another. Without numbers the vectors themselves go beside their products. And there are linear terms."""
 
+    linear = True
     number_fields = False
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        config, dim, numbers = shape.config, shape.dim, shape.numbers
-        self.bottom = perceptron(numbers, [*config.bottom, dim]) if numbers else None
-        self.constant = None if numbers else nn.Parameter(torch.full((dim,), dim**-0.5))
-        self.top = perceptron(dim + (shape.fields + 1) * shape.fields // 2, config.hidden, dropout=config.dropout, out=1)
-        self.register_buffer("pairs", torch.tril_indices(shape.fields + 1, shape.fields + 1, -1), persistent=False)
+        fields, dim, numbers = shape.fields + bool(shape.numbers), shape.dim, shape.numbers
+        self.regression = LogisticRegression(shape)
+        self.bottom = perceptron(numbers, [*shape.config.bottom, dim]) if numbers else None
+        self.top = deep_part(shape, (dim if numbers else fields * dim) + fields * (fields - 1) // 2, out=1)
+        self.register_buffer("pairs", torch.tril_indices(fields, fields, -1), persistent=False)
 
     def forward(self, inputs: Inputs) -> Tensor:
+        vectors = inputs.vectors
+        beside = rearrange(vectors, "b f d -> b (f d)")
         if self.bottom is not None:
-            dense: Tensor = self.bottom(inputs.numbers)
-        else:
-            assert self.constant is not None
-            dense = self.constant.expand(len(inputs.vectors), -1)
-        vectors = torch.cat([dense[:, None], inputs.vectors], 1)
+            beside = self.bottom(inputs.numbers)
+            vectors = torch.cat([beside[:, None], vectors], 1)
         i, j = self.get_buffer("pairs")
-        dots = torch.bmm(vectors, vectors.transpose(1, 2))[:, i, j]
-        logits: Tensor = self.top(torch.cat([dense, dots], 1))
-        return logits.squeeze(1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, i, j]
+        logits: Tensor = self.regression(inputs)
+        deep: Tensor = self.top(torch.cat([beside, products], 1))
+        return logits + deep.squeeze(1)
