@@ -71,13 +71,16 @@ class Ours:
         from unisono_models.recommender.objective import make_learner
         from unisono_models.recommender.source import Source
         from unisono_models.training.config import RunConfig
+        from unisono_models.training.parallel import parallelize
+        from unisono_models.training.ranks import Ranks
 
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
         self.work, self.prefetch = work, prefetch
-        size = work.setting.batch * dist.get_world_size()
+        size = work.setting.batch * ranks.size
         tables = TablesConfig(plan="auto", optimizer=cast(Any, optimizer), lr=LR)
         config = Config(run=RunConfig(steps=1), data=DataConfig(batch=size), model=MODEL, tables=tables)
         source = SimpleNamespace(features=work.features(), sample=self._batch(0), mapped=False, ratings=None)
-        learner = make_learner(config, cast(Source, source), dtype=torch.float32, device=torch.device("cpu"))
+        learner = make_learner(config, cast(Source, source), dtype=torch.float32, device=ranks.device)
         model = cast(Any, learner.model)
         model.head.load_state_dict(make_head().state_dict())
         for key, weight in learner.tables.collection.state_dict().items():  # DTensors: tables.table_f0.weight and so on
@@ -87,7 +90,7 @@ class Ours:
         kinds = Counter(layout.kind for layout in planned.layouts.values()) if planned else {}
         self.chosen = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         self.learner = learner.train()
-        self.model = DistributedDataParallel(learner)  # as unisono_models.training.parallelize
+        self.model = parallelize(learner, config.parallel, ranks)
         self.optimizer = dense_optimizer(list(learner.dense_parameters()))
         self.number = 0
 
@@ -128,11 +131,13 @@ class Dense:
             self.model = DistributedDataParallel(self.head, gradient_as_bucket_view=True, broadcast_buffers=False)
         self.optimizer = dense_optimizer(list(self.head.parameters()))
 
-    def step(self, vectors: Tensor, numbers: Tensor, labels: Tensor) -> Tensor:
-        """The backward goes on into `vectors`, (rows, tables, DIM), and what made them."""
+    def step(self, fields: Tensor, numbers: Tensor, labels: Tensor) -> Tensor:
+        """The backward goes on into `fields`, (rows, tables, DIM), and what made them."""
         from unisono_models.recommender.heads.inputs import Inputs
 
-        logits = self.model(Inputs(vectors, vectors.new_empty(0), numbers))  # weights of linear terms: DLRM has none
+        first = int(self.head.linear)  # before it the weight of the linear term, as in ClickModel.score
+        weights = fields[..., 0] if first else fields.new_zeros(fields.shape[:2])
+        logits = self.model(Inputs(fields[..., first:], weights, numbers))
         loss = F.binary_cross_entropy_with_logits(logits, labels)
         loss.backward()
         self.optimizer.step()
@@ -186,30 +191,30 @@ class OneProcess:
 
     def step(self, batch: Any) -> Tensor:
         bags, numbers, labels = batch
-        vectors = torch.stack([bag(*ids) for bag, ids in zip(self.bags, bags, strict=True)], 1)
-        loss = self.dense.step(vectors, numbers, labels)
+        fields = torch.stack([bag(*ids) for bag, ids in zip(self.bags, bags, strict=True)], 1)
+        loss = self.dense.step(fields, numbers, labels)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
 
 
 class DenseAlone:
-    """Fixed vectors instead of a look-up. Their gradients are formed, and dropped."""
+    """Fixed rows instead of a look-up. Their gradients are formed, and dropped."""
 
     chosen = ""
 
     def __init__(self, work: Workload) -> None:
         self.work, self.dense = work, Dense()
         generator = torch.Generator().manual_seed(dist.get_rank())
-        self.vectors = 0.03 * torch.randn(work.setting.batch, TABLES, DIM, generator=generator)
-        self.vectors.requires_grad_()
+        self.fields = 0.03 * torch.randn(work.setting.batch, TABLES, DIM, generator=generator)
+        self.fields.requires_grad_()
 
     def prepare(self, step: int) -> Any:
         return self.work.numbers[step], self.work.labels[step]
 
     def step(self, batch: Any) -> Tensor:
-        self.vectors.grad = None
-        return self.dense.step(self.vectors, *batch)
+        self.fields.grad = None
+        return self.dense.step(self.fields, *batch)
 
 
 CONTENDERS: dict[str, Contender] = {

@@ -17,7 +17,7 @@ from recommender_contenders import ADAGRAD, AUTO, DENSE, ONE_PROCESS, PREFETCH, 
 from recommender_measures import CHECKED_STEPS
 from recommender_plot import plot
 from recommender_results import TOLERANCE, Result, Results, as_json, deviations
-from recommender_workload import CASES, DENSE_LR, MODEL, NUMBERS, Case
+from recommender_workload import CASES, DENSE_LR, MODEL, NUMBERS, WIDTH, Case
 from shared_report import Aim, aims_in_markdown, table
 
 HEAD = (
@@ -53,7 +53,8 @@ def write_report(
     path.with_suffix(".json").write_text(json.dumps({**about, "cases": as_json(cases)}, indent=1) + "\n")
     versions = ", ".join(f"{name} {version(name)}" for name in ("torchrec", "fbgemm-gpu-cpu"))
     rounds = len(next(iter(cases.values()))[0].wall)
-    layers = f"bottom {' '.join(map(str, (NUMBERS, *MODEL.bottom, DIM)))}, top {' '.join(map(str, (*MODEL.hidden, 1)))}"
+    layers = f"bottom {' '.join(map(str, (NUMBERS, *MODEL.bottom, WIDTH)))}, top {' '.join(map(str, (*MODEL.hidden, 1)))}"
+    layers += ", linear terms in the tables" if WIDTH < DIM else ""
     sections = [
         "# Benchmark of the recommender",
         f"- Command: {command}\n- Date: {about['date']}\n- Machine: {machine}\n"
@@ -103,8 +104,8 @@ def contenders_explained(cases: Mapping[Case, Results]) -> str:
     ]
     return (
         f"`{AUTO}` is the learner of `unisono_models.recommender`, made and wrapped as its trainer does, and the body of its "
-        f"loop, the loss over all ranks and DDP's broadcast of buffers included; `{PREFETCH}`: with "
-        f"`--tables.prefetch`, row numbers of the next batch travel in the backward; `{ADAGRAD}`: with the optimizer that torch's own tables have. TorchRec's are an "
+        f"loop, the loss over all ranks included; `{PREFETCH}`: with `--tables.prefetch`, row numbers of the next batch "
+        f"travel in the backward; `{ADAGRAD}`: with the optimizer that torch's own tables have. TorchRec's are an "
         "EmbeddingBagCollection under DistributedModelParallel with fbgemm's fused kernels, exact row-wise Adagrad in the "
         "backward, below the same head in a DDP of the options that DistributedModelParallel gives one. The head takes "
         "TorchRec's result as the one tensor it is, without a copy; ours is a tensor for each feature, which the model "
@@ -112,7 +113,7 @@ def contenders_explained(cases: Mapping[Case, Results]) -> str:
         "ids (TrainPipelineSparseDist), which overlaps by streams of GPUs, is left out. "
         f"`{ONE_PROCESS}`: nn.EmbeddingBag(sparse=True) for each table and torch.optim.Adagrad, which has a state for each "
         "element: torch has no row-wise one for sparse gradients; it takes the batches of all ranks on one thread, "
-        f"`{TWO_THREADS}` on both cores. `{DENSE}`: the head in the same DDP on two ranks, on fixed vectors whose gradients "
+        f"`{TWO_THREADS}` on both cores. `{DENSE}`: the head in the same DDP on two ranks, on fixed rows whose gradients "
         f"are formed and dropped. Plans: {'; '.join(choices) or 'none'}."
     )
 

@@ -19,7 +19,8 @@ CASES: dict[Case, tuple[int, ...]] = {"one id": (1,) * TABLES, "bags": POOLINGS}
 NUMBERS = 13
 CLICKS = 0.25  # of the rows
 DENSE_LR = 1e-3
-MODEL = ModelConfig(kind="dlrm", dim=DIM, bottom=(512, 256), hidden=(512, 256), dropout=0.0)
+WIDTH = DIM - Dlrm.linear  # of the vectors: a row of a table has the weight of a linear term besides, if the head has such
+MODEL = ModelConfig(kind="dlrm", dim=WIDTH, bottom=(512, 256), hidden=(512, 256), dropout=0.0, input_dropout=0.0)
 TINY = Setting(batch=16, divisor=1000)
 
 
@@ -59,7 +60,7 @@ def make_head() -> Dlrm:
     """The dense part: the same first weights on every rank and for every contender."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Dlrm(Shape(TABLES, DIM, NUMBERS, MODEL))
+        return Dlrm(Shape(TABLES, WIDTH, NUMBERS, MODEL))
 
 
 def dense_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:

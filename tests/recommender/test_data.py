@@ -50,6 +50,17 @@ def test_rows_are_joined_with_their_users_and_items(folder):
     assert unknown.ids["genre"].values.tolist() == [] and unknown.ids["item_id"].tolist() == [2]
 
 
+def test_any_user_joins_any_item(folder):
+    """As in evaluation and recommendation: all but what belongs to an interaction is as in the rows that there are."""
+    ratings = read_ratings(folder, FEATURES, **COLUMNS, threshold=4)
+    rows = torch.arange(len(ratings))
+    whole, joined = ratings.batch(rows), ratings.join(ratings.users, ratings.items)
+    for name in ("user_id", "item_id", "age"):
+        assert torch.equal(whole.ids[name], joined.ids[name])
+    assert all(map(torch.equal, whole.ids["genre"][:2], joined.ids["genre"][:2]))
+    assert joined.numbers[:, 0].tolist() == [0] * 4 and torch.equal(whole.numbers[:, 1], joined.numbers[:, 1])
+
+
 def test_bad_rows_are_skipped_with_their_lines(folder):
     ratings = read_ratings(folder, FEATURES, **COLUMNS, threshold=4)
     found = {(skip.name, skip.index, skip.reason) for skip in ratings.skipped}

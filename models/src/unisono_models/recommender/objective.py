@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unisono.collectives import global_mean
+from unisono.collectives.groups import resolve
 from unisono.embedding import exclude_from_ddp, sharded_parameters
 from unisono_models.recommender.click_model import ClickModel, table_width
 from unisono_models.recommender.config import Config
@@ -69,7 +71,7 @@ class Learner(nn.Module):
 
 def make_learner(config: Config, source: Source, *, dtype: torch.dtype, device: torch.device) -> Learner:
     """The model that the config describes, with its first weights: the same on every rank. All ranks call."""
-    kind, sample = config.model.kind, source.sample
+    kind, sample, ranks = config.model.kind, source.sample, resolve(None).size
     features = tuple(feature for feature in source.features if feature.kind != "number")
     if kind == "two_tower":
         wanted = (*config.model.users, *config.model.items)
@@ -82,7 +84,7 @@ def make_learner(config: Config, source: Source, *, dtype: torch.dtype, device: 
         data=config.data,
         mapped=source.mapped,
         sample=None if sample is None else {feature.name: sample.ids[feature.name] for feature in features},
-        batch=config.data.batch,
+        batch=math.ceil(config.data.batch / ranks),
         dtype=dtype,
         device=device,
     )

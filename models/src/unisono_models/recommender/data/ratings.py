@@ -87,8 +87,13 @@ def read_ratings(folder: Path, features: Sequence[Feature], *, user: str, item: 
         path = inter.with_suffix(f".{side}")
         if path.is_file():
             sides[side] = _by_row(read_atomic(path, wanted), key, vocabularies[key])
-    columns, known = {}, []
+    columns: dict[str, tuple[Side, Ids]] = {}
+    known = []
     for feature in features:
+        if feature.name in (user, item) and feature.kind == "id":  # of the user or item, though interactions have the column
+            columns[feature.name] = ("user" if feature.name == user else "item", torch.arange(len(vocabularies[feature.name])))
+            known.append(replace(feature, rows=_rows_for(feature, vocabularies[feature.name])))
+            continue
         side = next((side for side, x in sides.items() if feature.name in x.columns), "")
         if not side:
             have = "; ".join(f"{x.path.name}: {', '.join(read_atomic(x.path).columns)}" for x in sides.values())
@@ -158,7 +163,13 @@ def _encode(feature: Feature, texts: Sequence[str], vocabularies: dict[str, Voca
             f"feature {feature.name!r}: rows={feature.rows}, but there are {len(vocabulary)} with that of the unknown"
         )
     ids = rows if bags is None else Ragged.from_lengths(rows, torch.tensor([len(bag) for bag in bags], dtype=torch.int64))
-    return ids, feature.rows or len(vocabulary)
+    return ids, _rows_for(feature, vocabulary)
+
+
+def _rows_for(feature: Feature, vocabulary: Vocabulary) -> int:
+    if feature.rows and feature.rows < len(vocabulary):
+        raise ValueError(f"feature {feature.name!r}: rows={feature.rows} are too few: it needs {len(vocabulary)}")
+    return feature.rows or len(vocabulary)
 
 
 def _nothing(feature: Feature, rows: int) -> Ids:
