@@ -28,15 +28,16 @@ def deepfm() -> Config:
 @RECIPES.add
 def dcn() -> Config:
     """As deepfm, with DCN-v2."""
-    return replace(deepfm(), model=ModelConfig("dcn"), tables=TablesConfig(l2=0.02))
+    model = ModelConfig("dcn", crosses=1, embedding_dropout=0.2)
+    config = replace(deepfm(), model=model, tables=TablesConfig(l2=0.01), optimizer=OptimizerConfig(lr=3e-3))
+    return replace(config, run=replace(config.run, steps=8 * EPOCH))
 
 
 @RECIPES.add
 def dlrm() -> Config:
     """As deepfm, with DLRM."""
-    model = ModelConfig("dlrm", dropout=0.3, input_dropout=0.0, embedding_dropout=0.1)
-    config = replace(deepfm(), model=model, tables=TablesConfig(l2=0.02), optimizer=OptimizerConfig(lr=4e-3))
-    return replace(config, run=replace(config.run, steps=5 * EPOCH))
+    model = ModelConfig("dlrm", dropout=0.3, input_dropout=0.0, embedding_dropout=0.2)
+    return replace(deepfm(), model=model, tables=TablesConfig(l2=0.01), optimizer=OptimizerConfig(lr=4e-3))
 
 
 @RECIPES.add
