@@ -56,7 +56,7 @@ def test_run_leaves_everything_behind(on_two):
     assert sorted(losses(on_two)) == list(range(12)) and losses(on_two)[11] < losses(on_two)[0]
     assert summary(on_two)["test/rows"] == 7285 and 0.6 < summary(on_two)["test/auc"] < 1
     report = (on_two / "report.html").read_text()
-    assert "table_user_id" in report and "rank 1" in report and "0 of 72,855 rows skipped" in report
+    assert "table_user_id" in report and "rank 1" in report and "0 of 100,000 rows skipped" in report
     assert (on_two / "samples" / "items.png").stat().st_size > 10_000
 
 
@@ -170,6 +170,9 @@ def complaint(directory, *args):
         (["--data.features", "user_id", "user_id"], "user_id more than once"),
         (["--data.keep", "[7,9]"], "no interaction of .* is left"),
         (["--data.source", "/nowhere/day_*"], "/nowhere/day_"),
+        (["--data.features", "user_id", "rating"], "rating is what is to be predicted"),
+        (["--data.features", "timestamp"], "at least one has to be of ids"),
+        (["--data.test", "elsewhere"], "the test of atomic files is a part of them"),
         (["--parallel.kind", "fsdp"], "a recommender has ddp only"),
         (["--model.kind", "two_tower", "--model.users", "age"], "the first has to be user_id and item_id"),
     ],

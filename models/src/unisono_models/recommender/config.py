@@ -7,7 +7,7 @@ from typing import Literal
 
 from unisono_models.training.config import CheckpointConfig, ParallelConfig, RunConfig
 
-MOVIES = ("user_id", "item_id", "age", "gender", "occupation", "genre:ids", "release_year")
+MOVIES = ("user_id", "item_id", "age:id", "gender", "occupation:id", "genre:ids", "release_year:id")
 """The seven fields of ml-1m in RecBole's context protocol."""
 
 
@@ -21,16 +21,18 @@ class DataConfig:
     format: Literal["auto", "atomic", "criteo", "parquet"] = "auto"
     """auto: by the names of the files; .inter is atomic, .parquet is parquet, all else is criteo."""
     features: tuple[str, ...] = MOVIES
-    """Columns the model sees: NAME (one id), NAME:ids (some ids), NAME:number; NAME:id:ROWS where data is streamed."""
+    """Columns the model sees: NAME:id, NAME:ids (a bag), NAME:number, or NAME, of the kind that an atomic file's header says;
+    NAME:id:ROWS where data is streamed. Numbers are taken as they are: scale them beforehand."""
     user: str = "user_id"
     """Column of the user, in atomic files."""
     item: str = "item_id"
+    """Column of the item."""
     label: str = "rating"
     """Column of what is to be predicted."""
     keep: str = "[0,3);(3,inf)"
     """Of atomic files: interactions whose label is in these intervals."""
     threshold: float = 4.0
-    """Of atomic files: a label of at least this is a 1, else a 0."""
+    """Of atomic files: a label of at least this is a 1, else a 0. Of two_tower all that are kept are liked."""
     split: Literal["rows", "per_user"] = "rows"
     """Of atomic files: random parts of all rows, or of each user's."""
     parts: tuple[float, float, float] = (0.8, 0.1, 0.1)
@@ -42,10 +44,13 @@ class DataConfig:
     ids: Literal["hashed", "mapped"] = "hashed"
     """Of streamed data. hashed: to one of the rows. mapped: each id gets a row of its own once it has come `seen` times."""
     seen: int = 1
+    """See `ids`."""
     eviction: Literal["none", "least_recent", "least_frequent"] = "none"
     """Who makes room when all rows are taken."""
     batch: int = 4096
     """Over all ranks."""
+    block: int = 512
+    """Lines of a stream that stay together when it is shuffled; of parquet, rows at most."""
     max_broken: float = 0.01
     """The run stops if a larger part of the rows is bad."""
 
@@ -55,6 +60,7 @@ class ModelConfig:
     """What predicts."""
 
     kind: Literal["lr", "fm", "deepfm", "dcn", "dlrm", "two_tower"] = "deepfm"
+    """What becomes of the embeddings of a row. two_tower is for retrieval, the others are for clicks."""
     dim: int = 16
     """Width of the embeddings."""
     init: float = 0.01
@@ -88,10 +94,12 @@ class TablesConfig:
     """The embedding tables: where they lie, and how they learn. Rows that were looked up change during the backward."""
 
     plan: Literal["auto", "row", "column", "table", "replicated"] = "auto"
+    """Where they lie: as the planner says, or all alike."""
     memory_gb: float | None = None
     """What a rank may hold, for the planner."""
     optimizer: Literal["adam", "adagrad", "rowwise_adagrad", "sgd"] = "adam"
     lr: float = 2e-2
+    """Learning rate of the tables."""
     weight_decay: float = 0.0
     """Of rows that are looked up, however often a batch has them."""
     l2: float = 0.0
@@ -99,7 +107,7 @@ class TablesConfig:
     wire: Literal["full", "bfloat16", "float16"] = "full"
     """How rows travel."""
     prefetch: bool = False
-    """Row numbers of the next batch travel while this one computes. Worth it where communication is slow."""
+    """Row numbers of the next batch travel while this one computes. Worth it where communication is slow. Not of mapped ids."""
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Annotated, Literal
 import tyro
 from safetensors.torch import load_file
 
-from unisono_models.recommender.config import Config
 from unisono_models.recommender.evaluation import Evaluator
-from unisono_models.recommender.export import FILES, load_weights
+from unisono_models.recommender.export import FILES, dtype_of_weights, load_weights, read_vocabularies
 from unisono_models.recommender.objective import make_learner
-from unisono_models.recommender.run_export import RunError, find_run
+from unisono_models.recommender.run_export import find_run
 from unisono_models.recommender.source import open_source
 from unisono_models.training.ranks import Ranks, start_ranks
+from unisono_models.training.talk import RanksError, together
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,26 @@ class Options:
     """The directory of the run."""
     part: Literal["test", "valid"] = "test"
     source: str = ""
-    """Other data of the same layout, such as a copy elsewhere. Empty: where it was."""
+    """Other data of the same layout, in place of what the run was tested on. Empty: where it was."""
 
 
 def evaluate_run(options: Options, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
     """The figures of the exported model, and those that the run has kept. All ranks call."""
-    config: Config = find_run(options.run)
-    if options.source:
+    with together("evaluate"):
+        config = find_run(options.run)
+        weights = load_file(options.run / "export" / FILES[0])
+        vocabularies = read_vocabularies(options.run / "export")
+        summary = options.run / "summary.json"
+        kept = json.loads(summary.read_text()) if summary.exists() else {}
+    if options.source and config.data.test and options.part == "test":
+        config = replace(config, data=replace(config.data, test=options.source))
+    elif options.source:
         config = replace(config, data=replace(config.data, source=options.source))
-    source = open_source(config.data, seed=config.run.seed, ranks=ranks)
-    weights = load_file(options.run / "export" / FILES[0])
-    dtype = next(iter(weights.values())).dtype
+    source = open_source(config.data, seed=config.run.seed, ranks=ranks, vocabularies=vocabularies)
+    dtype = dtype_of_weights(weights)
     learner = make_learner(config, source, dtype=dtype, device=ranks.device)
     load_weights(learner.model, weights)
-    kept = json.loads((options.run / "summary.json").read_text()) if (options.run / "summary.json").exists() else {}
-    return Evaluator(learner, source, ranks, dtype=dtype)(options.part), kept
+    return Evaluator(learner, source, ranks, dtype=dtype, max_broken=config.data.max_broken)(options.part), kept
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -50,7 +55,7 @@ def main(args: Sequence[str] | None = None) -> None:
     with start_ranks(timeout=300) as ranks:
         try:
             found, kept = evaluate_run(options, ranks)
-        except RunError as error:
+        except (ValueError, OSError, RanksError) as error:
             raise SystemExit(str(error)) from None
         if ranks.first:
             for name, value in found.items():

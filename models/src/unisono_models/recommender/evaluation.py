@@ -13,6 +13,7 @@ from unisono.embedding import Ragged
 from unisono_models.recommender.data.batch import move_ids, take_ids
 from unisono_models.recommender.data.parts import Part, shares
 from unisono_models.recommender.data.ratings import Ratings
+from unisono_models.recommender.data.vocabulary import UNKNOWN
 from unisono_models.recommender.metrics.clicks import click_metrics
 from unisono_models.recommender.metrics.ranking import ranking_metrics, top_items
 from unisono_models.recommender.objective import Learner
@@ -20,6 +21,7 @@ from unisono_models.recommender.source import Source
 from unisono_models.recommender.two_tower import TwoTower
 from unisono_models.training.heartbeat import Heartbeat
 from unisono_models.training.ranks import Ranks
+from unisono_models.training.skipped import Skipped
 
 Which = Literal["valid", "test"]
 KS = (10, 50)
@@ -35,6 +37,8 @@ class Evaluator:
     heartbeat: Heartbeat | None = None
     dtype: torch.dtype = torch.float32
     rows: int = 8192
+    max_broken: float = 1.0
+    """An error if a larger part of the rows is bad."""
 
     @torch.no_grad()
     def __call__(self, which: Which) -> dict[str, float]:
@@ -42,17 +46,21 @@ class Evaluator:
         self.learner.eval()
         part = self.source.valid if which == "valid" else self.source.test
         model = self.learner.model
-        found = self._rank(model, part, which) if isinstance(model, TwoTower) else self._predict(part)
+        found = self._rank(model, part, which) if isinstance(model, TwoTower) else self._predict(part, which)
         return {f"{which}/{name}": value for name, value in found.items()}
 
-    def _predict(self, part: Part) -> dict[str, float]:
-        logits, labels = [], []
+    def _predict(self, part: Part, which: Which) -> dict[str, float]:
+        logits, labels, skipped = [], [], Skipped(what=f"rows of {which}", place="line")
         for batch in part.scan(self.ranks.rank, self.ranks.size, self.rows):
+            skipped.add(batch)
             batch = batch.to(self.ranks.device, self.dtype)
             logits.append(self.learner.model(batch))
             labels.append(batch.labels)
             self._beat()
-        return click_metrics(torch.cat(logits), torch.cat(labels))
+        skipped.check(self.max_broken)
+        found = click_metrics(torch.cat(logits), torch.cat(labels))
+        bad = sum(skipped.summary()["reasons"].values())
+        return found | ({"bad_rows": float(bad)} if bad else {})
 
     def _rank(self, model: TwoTower, part: Part, which: Which) -> dict[str, float]:
         """Full sort: each user ranks all items but those of earlier parts: of training, and for the test of validation, too."""
@@ -61,9 +69,10 @@ class Evaluator:
         before = [self.source.train, *([self.source.valid] if which == "test" else [])]
         seen = _items_by_user(ratings, torch.cat([self.source.rows_of(each) for each in before]))
         relevant = _items_by_user(ratings, self.source.rows_of(part))
-        items = ratings.items.unique()  # what nobody touched is no candidate
+        items = ratings.items[ratings.items > UNKNOWN].unique()  # what nobody touched is no candidate
         vectors = self._encode_items(model, ratings, items)
         users = relevant.lengths().nonzero().squeeze(1)
+        users = users[users > UNKNOWN]
         places, right = [], []
         for share in shares(len(users), self.ranks.rank, self.ranks.size, self.rows):
             mine = users[share]
@@ -91,6 +100,7 @@ class Evaluator:
 
 def _items_by_user(ratings: Ratings, rows: Tensor) -> Ragged:
     """The items of each user among these rows, by the user's row in the vocabulary."""
+    rows = rows[ratings.items[rows] > UNKNOWN]
     users, order = ratings.users[rows].sort(stable=True)
     counts = users.bincount(minlength=len(ratings.vocabularies[ratings.user]))
     return Ragged.from_lengths(ratings.items[rows][order], counts)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -32,19 +33,30 @@ class Exported:
     vocabularies: dict[str, Vocabulary]
 
 
-def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """All weights whole, on the CPU, one table after the other, without the state of optimizers. All ranks call."""
+def full_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """All weights whole, on the CPU, without the state of optimizers: nothing unless `keep`. All ranks call.
+
+    Tables are gathered one after the other, so that a rank that keeps nothing holds one at a time.
+    """
     found: dict[str, Tensor] = {}
     collections = {name: x for name, x in model.named_modules() if isinstance(x, EmbeddingCollection)}
     for name, collection in collections.items():
         for table in collection.tables:
-            found[f"{name}.tables.{table}.weight"] = collection.full_weight(table).detach().cpu()
+            full = collection.full_weight(table).detach()
+            found |= {f"{name}.tables.{table}.weight": full.cpu()} if keep else {}
+            del full
     for name, value in model.state_dict().items():
         if isinstance(value, Mapping):  # of a map of ids
-            found |= {f"{name}/{key}": _whole(x) for key, x in value.items()}
-        elif not any(name.startswith(f"{prefix}.") for prefix in collections):
+            whole = {f"{name}/{key}": _whole(x) for key, x in value.items()}
+            found |= whole if keep else {}
+        elif keep and not any(name.startswith(f"{prefix}.") for prefix in collections):
             found[name] = value.detach().cpu()
     return {name: value.contiguous() for name, value in found.items()}
+
+
+def dtype_of_weights(weights: Mapping[str, Tensor]) -> torch.dtype:
+    """Of the tables and layers; the ids of maps are integers."""
+    return next(weight.dtype for weight in weights.values() if weight.is_floating_point())
 
 
 def write_export(
@@ -85,12 +97,17 @@ def read_export(folder: Path | str) -> Exported:
         config=TablesConfig(plan="row", optimizer="sgd"),
         data=data,
         mapped=any("maps.map_" in name for name in weights),
-        dtype=next(iter(weights.values())).dtype,
+        dtype=dtype_of_weights(weights),
     )
     model = TwoTower(config, tables) if tower else ClickModel(config, features, tables)
     load_weights(model, weights)
+    return Exported(model.eval(), features, read_vocabularies(folder))
+
+
+def read_vocabularies(folder: Path) -> dict[str, Vocabulary]:
+    """Those of an exported model: the rows that its values have, whatever the data has by now."""
     words = json.loads((folder / FILES[2]).read_text(encoding="utf-8"))
-    return Exported(model.eval(), features, {name: Vocabulary(values) for name, values in words.items()})
+    return {name: Vocabulary(values) for name, values in words.items()}
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -102,13 +119,13 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             state.setdefault(key, {})[inner] = value
         else:
             state[name] = value
-    model.to(next(iter(weights.values())).dtype)
+    model.to(dtype_of_weights(weights))
     missing, unexpected = model.load_state_dict(state, strict=False)
-    if unexpected or [name for name in missing if not _is_optimizer_state(model, name)]:
+    if unexpected or [name for name in missing if not _is_optimizer_state(name)]:
         raise ValueError(f"load_weights: the weights are of another model: {[*unexpected, *missing][:5]}")
 
 
-def _is_optimizer_state(model: nn.Module, name: str) -> bool:
+def _is_optimizer_state(name: str) -> bool:
     return ".tables." in name and not name.endswith(".weight")
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-Kind = Literal["id", "ids", "number"]
+Kind = Literal["id", "ids", "number", "auto"]
 
 
 @dataclass(frozen=True)
@@ -14,11 +14,12 @@ class Feature:
     """One column of the data as an input of a model.
 
     kind: "id": one value of many, which has a row in an embedding table. "ids": some of them, a bag. "number": a quantity.
+    "auto": as the data says.
     rows: of its table; row 0 is that of values that are unknown. 0: as many as there are, which only data in memory can tell.
 
     Example:
         >>> Feature.parse("user_id"), Feature.parse("C7:id:100000")
-        (Feature(name='user_id', kind='id', rows=0), Feature(name='C7', kind='id', rows=100000))
+        (Feature(name='user_id', kind='auto', rows=0), Feature(name='C7', kind='id', rows=100000))
     """
 
     name: str
@@ -26,8 +27,8 @@ class Feature:
     rows: int = 0
 
     def __post_init__(self) -> None:
-        if not self.name or "." in self.name:
-            raise ValueError(f"Feature {self.name!r}: a name must not be empty or have a dot")
+        if not self.name or "." in self.name or "/" in self.name:
+            raise ValueError(f"Feature {self.name!r}: a name must not be empty, or have a dot or a slash")
         if self.kind not in get_args(Kind):
             raise ValueError(f"Feature {self.name!r}: kind {self.kind!r} is not one of {', '.join(get_args(Kind))}")
         if self.rows < 0 or self.rows == 1 or (self.rows and self.kind == "number"):
@@ -42,7 +43,11 @@ class Feature:
             raise ValueError(
                 f"feature {text!r}: {rows!r} is not a number of rows; a feature is NAME, NAME:KIND or NAME:KIND:ROWS"
             )
-        return cls(name, kind or "id", int(rows or 0))  # type: ignore[arg-type]  # checked above
+        return cls(name, kind or "auto", int(rows or 0))  # type: ignore[arg-type]  # checked above
+
+    def settle(self, kind: Kind) -> Feature:
+        """With this kind, unless it has one."""
+        return replace(self, kind=kind) if self.kind == "auto" else self
 
 
 def parse_features(texts: Sequence[str]) -> tuple[Feature, ...]:

@@ -109,6 +109,6 @@ def _log_frequencies(source: Source, config: Config) -> Tensor:
     if config.model.items[0] != source.ratings.item or config.model.users[0] != source.ratings.user:
         raise ValueError(f"model.users and model.items: the first has to be {source.ratings.user} and {source.ratings.item}")
     ratings = source.ratings
-    items = ratings.items[source.train_rows]
+    items = ratings.items[source.rows_of(source.train)]
     counts = items.bincount(minlength=len(ratings.vocabularies[ratings.item])).clamp(min=1)
     return (counts / max(len(items), 1)).log()

@@ -25,7 +25,7 @@ HIGHLIGHTS = ("test/auc", "test/log_loss", "test/ndcg@10", "test/recall@10", "te
 def conclude(run: RunDirectory, config: Config, evaluator: Evaluator, figures: Mapping[str, float], skipped: Skipped) -> None:
     """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
     learner, source, ranks = evaluator.learner, evaluator.source, evaluator.ranks
-    weights = full_weights(learner.model)
+    weights = full_weights(learner.model, keep=ranks.first)
     bad = skipped.report()
     pictures, tables = [], {"Test": published_rows(config, figures)}
     with together("conclude"):
@@ -74,6 +74,12 @@ def _intro(config: Config, evaluator: Evaluator) -> str:
     )
 
 
+def _text(cell: object) -> str:
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:,.0f}" if cell > 1 and cell.is_integer() else f"{cell:.4f}"
+
+
 def _show(rows: list[dict[str, Any]], run: RunDirectory, users: bool) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -82,7 +88,7 @@ def _show(rows: list[dict[str, Any]], run: RunDirectory, users: bool) -> None:
     for name in rows[0]:
         table.add_column(name, justify="left" if name == "figure" else "right")
     for row in rows:
-        table.add_row(*(f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+        table.add_row(*(_text(cell) for cell in row.values()))
     console = Console(width=None if Console().is_terminal else 110)
     console.print(table)
     python = "python" if shutil.which("python") == sys.executable else sys.executable  # of a checkout: not on the path

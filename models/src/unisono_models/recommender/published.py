@@ -19,7 +19,7 @@ GENERAL = {
     "BPR": {"ndcg@10": 0.2407, "recall@10": 0.1725},
     "LightGCN": {"ndcg@10": 0.2538, "recall@10": 0.1861, "hit@10": 0.7330, "mrr@10": 0.4388, "precision@10": 0.1863},
 }
-CLICKS = ("auc", "log_loss", "accuracy", "rate", "predicted_rate", "rows")
+CLICKS = ("auc", "log_loss", "accuracy", "rate", "predicted_rate", "rows", "bad_rows")
 RANKING = ("ndcg@10", "recall@10", "hit@10", "mrr@10", "precision@10", "recall@50", "users")
 
 

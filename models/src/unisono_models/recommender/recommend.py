@@ -12,6 +12,7 @@ import tyro
 from torch import Tensor
 
 from unisono_models.recommender.data.ratings import Ratings
+from unisono_models.recommender.data.vocabulary import UNKNOWN
 from unisono_models.recommender.export import Exported, read_export
 from unisono_models.recommender.run_export import RunError, find_run
 from unisono_models.recommender.source import open_source
@@ -60,7 +61,7 @@ def recommend(exported: Exported, ratings: Ratings, user: str, *, top: int, titl
     if not row:
         known = ", ".join(ratings.vocabularies[ratings.user].values[:3])
         raise RunError(f"--user {user}: the data does not know them; it knows {known}, …")
-    items = ratings.items.unique()
+    items = ratings.items[ratings.items > UNKNOWN].unique()  # what came after the training has no embedding
     seen = ratings.items[ratings.users == row]
     items = items[~torch.isin(items, seen)]
     scores = score_items(exported, ratings, row, items)
@@ -71,7 +72,7 @@ def recommend(exported: Exported, ratings: Ratings, user: str, *, top: int, titl
 
 def most_active(ratings: Ratings) -> str:
     """The user with the most interactions."""
-    return ratings.vocabularies[ratings.user].value(int(ratings.users.bincount().argmax()))
+    return ratings.vocabularies[ratings.user].value(int(ratings.users[ratings.users > UNKNOWN].bincount().argmax()))
 
 
 def best_liked(ratings: Ratings, user: str, titles: dict[str, str], *, top: int = 5) -> list[str]:
@@ -79,23 +80,26 @@ def best_liked(ratings: Ratings, user: str, titles: dict[str, str], *, top: int 
     mine = (ratings.users == ratings.vocabularies[ratings.user].row(user)).nonzero().squeeze(1)
     counts = ratings.items.bincount()[ratings.items[mine]]
     order = counts.argsort(descending=True, stable=True)
-    order = order[ratings.values[mine][order].argsort(descending=True, stable=True)][:top]
-    names = [ratings.vocabularies[ratings.item].value(int(item)) for item in ratings.items[mine[order]]]
-    return [titles.get(name, name) for name in names]
+    order = order[ratings.values[mine][order].argsort(descending=True, stable=True)]
+    names = dict.fromkeys(ratings.vocabularies[ratings.item].value(int(item)) for item in ratings.items[mine[order]])
+    return [titles.get(name, name) for name in names if name][:top]
 
 
 def main(args: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, prog="python -m unisono_models.recommender.recommend", args=args)
     try:
-        config = find_run(options.run)
+        if options.top < 1:
+            raise RunError(f"--top {options.top}: at least 1")
+        config, exported = find_run(options.run), read_export(options.run / "export")
         everything = replace(config.data, keep="(-inf,inf)")  # what training left out is seen all the same
-        source = open_source(everything, seed=config.run.seed, ranks=Ranks(0, 1, 0, torch.device("cpu")))
+        alone = Ranks(0, 1, 0, torch.device("cpu"))
+        source = open_source(everything, seed=config.run.seed, ranks=alone, vocabularies=exported.vocabularies)
         if source.ratings is None:
             raise RunError(f"{options.run}: its data has no users and items to recommend: it was trained on rows of clicks")
         titles = read_titles(config.data)
         user = options.user or most_active(source.ratings)
-        found = recommend(read_export(options.run / "export"), source.ratings, user, top=options.top, titles=titles)
-    except (RunError, OSError) as error:
+        found = recommend(exported, source.ratings, user, top=options.top, titles=titles)
+    except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from None
     _show(user, best_liked(source.ratings, user, titles), found)
 

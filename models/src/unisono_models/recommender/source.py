@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +16,13 @@ from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.intervals import inside
 from unisono_models.recommender.data.movielens import NOTE, PACKAGES, movielens_folder
 from unisono_models.recommender.data.parts import MemoryPart, Part
-from unisono_models.recommender.data.ratings import Ratings, read_ratings
+from unisono_models.recommender.data.rating_files import find_tables, read_ratings
+from unisono_models.recommender.data.ratings import Ratings
 from unisono_models.recommender.data.splits import split_groups, split_rows
+from unisono_models.recommender.data.vocabulary import Vocabulary
 from unisono_models.recommender.features import Feature, parse_features
-from unisono_models.training.file_patterns import find_files
+from unisono_models.training.file_patterns import check_alike, find_files
 from unisono_models.training.ranks import Ranks
-from unisono_models.training.skipped import Skip
 from unisono_models.training.talk import together
 
 KINDS = {".inter": "atomic", ".parquet": "parquet"} | dict.fromkeys((".tsv", ".txt", ".csv", ""), "criteo")
@@ -38,35 +42,42 @@ class Source:
     """All interactions, if they are in memory."""
     sample: Batch | None = None
     """Some rows for the planner of the tables to count in."""
-    skipped: tuple[Skip, ...] = ()
-    """Of what was read at once."""
     notes: tuple[str, ...] = ()
-    """Licences, for the report."""
+    """Licences, and what is odd about the files."""
 
     @property
-    def train_rows(self) -> Tensor:
-        """Which of the ratings are trained on."""
-        assert isinstance(self.train, MemoryPart)
-        return self.train.numbers
+    def fingerprint(self) -> str:
+        """Stands for what rows mean: a checkpoint is of use with the same only."""
+        words = {} if self.ratings is None else {name: x.values for name, x in sorted(self.ratings.vocabularies.items())}
+        rows = [part.rows for part in (self.train, self.valid, self.test)]
+        text = json.dumps([words, rows, [(x.name, x.kind, x.rows) for x in self.features]])
+        return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def rows_of(self, part: Part) -> Tensor:
+        """Which of the ratings a part has."""
         assert isinstance(part, MemoryPart)
         return part.numbers
 
-    def __len__(self) -> int:
-        return len(self.ratings) if self.ratings is not None else self.train.rows + self.valid.rows + self.test.rows
 
+def open_source(config: DataConfig, *, seed: int, ranks: Ranks, vocabularies: Mapping[str, Vocabulary] | None = None) -> Source:
+    """Open the data on all ranks together. What fails on one fails on all.
 
-def open_source(config: DataConfig, *, seed: int, ranks: Ranks) -> Source:
-    """Open the data on all ranks together. What fails on one fails on all."""
+    vocabularies: those of a trained model, whose rows the values of atomic files are to have.
+    """
     with together("open_source"):
         kind = format_of(config)
+        features = parse_features(config.features)
+        if config.label in {feature.name for feature in features}:
+            raise ValueError(f"data.features: {config.label} is what is to be predicted (data.label)")
+        if config.test and kind == "atomic":
+            raise ValueError(
+                f"data.test={config.test}: atomic files are split by data.parts; only streamed data has another test"
+            )
     if kind == "atomic":
-        with together("open_source"):
-            return _open_ratings(config, seed, ranks)
+        return _open_ratings(config, features, seed, ranks, vocabularies)
     from unisono_models.recommender.streams import open_streams  # needs pyarrow for parquet
 
-    return open_streams(config, kind, seed=seed, ranks=ranks)
+    return open_streams(config, kind, features, seed=seed, ranks=ranks)
 
 
 def format_of(config: DataConfig) -> str:
@@ -76,21 +87,30 @@ def format_of(config: DataConfig) -> str:
     return config.format if config.format != "auto" else find_files(config.source, kinds=KINDS, what="data.source")[0]
 
 
-def _open_ratings(config: DataConfig, seed: int, ranks: Ranks) -> Source:
-    features = parse_features(config.features)
-    known = config.source in PACKAGES
-    folder = movielens_folder(config.source) if known else Path(config.source)
-    columns = {"user": config.user, "item": config.item, "value": config.label}
-    ratings = read_ratings(folder, features, **columns, threshold=config.threshold)
-    read = ratings.skipped
-    ratings = ratings.keep(inside(ratings.values, config.keep).nonzero().squeeze(1))
-    if not len(ratings):
-        raise ValueError(f"data.keep={config.keep!r}: no interaction of {folder} is left")
-    if config.split == "rows":
-        parts = split_rows(len(ratings), config.parts, seed=config.split_seed)
-    else:
-        parts = split_groups(ratings.users, config.parts, seed=config.split_seed)
-    train, valid, test = (MemoryPart(ratings, rows, batch=config.batch, seed=seed) for rows in parts)
+def _open_ratings(
+    config: DataConfig,
+    features: tuple[Feature, ...],
+    seed: int,
+    ranks: Ranks,
+    vocabularies: Mapping[str, Vocabulary] | None,
+) -> Source:
+    paths: list[Path] = []
+    with together("open_source"):
+        known = config.source in PACKAGES
+        folder = movielens_folder(config.source) if known else Path(config.source)
+        paths = list(find_tables(folder).values())
+    check_alike(paths, source=config.source, what="data.source")
+    with together("open_source"):
+        columns = {"user": config.user, "item": config.item, "value": config.label}
+        ratings = read_ratings(folder, features, **columns, threshold=config.threshold, vocabularies=vocabularies)
+        ratings = ratings.keep(inside(ratings.values, config.keep).nonzero().squeeze(1))
+        if not len(ratings):
+            raise ValueError(f"data.keep={config.keep!r}: no interaction of {folder} is left")
+        if config.split == "rows":
+            parts = split_rows(len(ratings), config.parts, seed=config.split_seed)
+        else:
+            parts = split_groups(ratings.users, config.parts, seed=config.split_seed)
+        train, valid, test = (MemoryPart(ratings, rows, batch=config.batch, seed=seed) for rows in parts)
     notes = (NOTE.format(PACKAGES[config.source][1]),) if known else ()
     sample = ratings.batch(torch.arange(min(len(ratings), config.batch)).tensor_split(ranks.size)[ranks.rank])
-    return Source(ratings.features, train, valid, test, False, ratings, sample, read, notes)
+    return Source(ratings.features, train, valid, test, False, ratings, sample, notes)

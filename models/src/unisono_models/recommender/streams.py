@@ -13,10 +13,11 @@ from unisono_models.recommender.data.blocks import Blocks
 from unisono_models.recommender.data.criteo import CriteoBlocks
 from unisono_models.recommender.data.line_index import index_lines
 from unisono_models.recommender.data.parquet import ParquetBlocks
+from unisono_models.recommender.data.splits import check_parts
 from unisono_models.recommender.data.stream import Stream, hold_out
-from unisono_models.recommender.features import Feature, parse_features
+from unisono_models.recommender.features import Feature
 from unisono_models.recommender.source import Source
-from unisono_models.training.file_patterns import find_files
+from unisono_models.training.file_patterns import check_alike, find_files
 from unisono_models.training.ranks import Ranks
 from unisono_models.training.talk import together
 
@@ -26,13 +27,14 @@ FORMATS = {
 }
 
 
-def open_streams(config: DataConfig, kind: str, *, seed: int, ranks: Ranks) -> Source:
+def open_streams(config: DataConfig, kind: str, features: Sequence[Feature], *, seed: int, ranks: Ranks) -> Source:
     """The data of a run whose rows stay on disk. All ranks call.
 
     Validation and test are blocks of rows held out at random; the test is `config.test` instead, if it is given.
     """
+    features = tuple(f.settle("number" if kind == "criteo" and f.name.startswith("I") else "id") for f in features)
     with together("open_source"):
-        features = parse_features(config.features)
+        check_parts(config.parts)
         if config.parts[1] != config.parts[2] and not config.test:
             raise ValueError(f"data.parts={config.parts}: of streamed data, validation and test are parts of the same size")
     blocks = _open_blocks(config.source, kind, features, config, ranks)
@@ -57,8 +59,10 @@ def _open_blocks(source: str, kind: str, features: Sequence[Feature], config: Da
     paths: list[Path] = []
     with together("open_source"):
         _, paths = find_files(source, kinds=FORMATS[kind], what="data.source")
-        if kind == "parquet":
-            return ParquetBlocks(paths, features, label=config.label)
-    index = index_lines(paths, ranks=ranks)
+    check_alike(paths, source=source, what="data.source")
+    if kind == "parquet":
+        with together("open_source"):
+            return ParquetBlocks(paths, features, label=config.label, rows_per_block=config.block)
+    index = index_lines(paths, lines_per_block=config.block, ranks=ranks)
     with together("open_source"):
         return CriteoBlocks(paths, features, index=index)

@@ -40,6 +40,8 @@ class Tables(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        if not features:
+            raise ValueError("data.features: at least one has to be of ids: a recommender looks up embeddings")
         if lacking := [feature.name for feature in features if not feature.rows]:
             raise ValueError(f"data.features: {', '.join(lacking)}: streamed data needs a number of rows: NAME:id:ROWS")
 
@@ -47,12 +49,7 @@ class Tables(nn.Module):
             rows.normal_(0, init, generator=random)
 
         self.features = tuple(features)
-        eviction = None if data.eviction == "none" else data.eviction
-        self.maps = nn.ModuleDict(
-            {f"map_{f.name}": IdMap(f.rows, threshold=data.seen, eviction=eviction, device=device) for f in features}
-            if mapped
-            else {}
-        )
+        self.maps = nn.ModuleDict({f"map_{f.name}": _make_map(f.rows, data, device) for f in features if mapped})
         self.collection = EmbeddingCollection(
             [
                 Table(f"table_{f.name}", f.rows, width, [f.name], mode="mean" if f.kind == "ids" else "sum", initialize=draw)
@@ -94,6 +91,12 @@ class Tables(nn.Module):
         if id_map.reassigned.numel():
             self.collection.reset_rows(f"table_{name}", id_map.reassigned)
         return ids._replace(values=rows) if isinstance(ids, Ragged) else rows
+
+
+def _make_map(rows: int, data: DataConfig, device: torch.device | None) -> IdMap:
+    eviction = None if data.eviction == "none" else data.eviction
+    shards = max(1, min(64, rows // 4096))  # one may be full while others have room: a small map has one
+    return IdMap(rows, threshold=data.seen, eviction=eviction, shards=shards, device=device)
 
 
 def make_rule(config: TablesConfig) -> Rule:

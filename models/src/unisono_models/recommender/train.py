@@ -47,19 +47,23 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
     dense = list(learner.dense_parameters())
     model = parallelize(learner, config.parallel, ranks) if dense else learner  # DDP refuses to have nothing to do
     optimizers = {"dense": make_optimizer(learner, config.optimizer)} if dense else {}
-    evaluator = Evaluator(learner, source, ranks, heartbeat, dtype)
+    evaluator = Evaluator(learner, source, ranks, heartbeat, dtype, max_broken=config.data.max_broken)
 
     with Checkpoints(run.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout) as checkpoints:
         first, state = checkpoints.load(model, optimizers) or (0, {})
+        if first and state["data"] != source.fingerprint:
+            raise ValueError(f"{config.data.source} is not what the run began with: its rows have other meanings now")
         skipped = Skipped(before=state.get("skipped"), what="rows", place="line")
-        if not first and ranks.first:
-            skipped.add(source)  # every rank has read all of it
+        if not first and source.ratings is not None and ranks.first:  # every rank has read all of it
+            skipped.count(source.ratings.read, source.ratings.skipped)
         skipped.check(config.data.max_broken)
         last, figures = steps if config.run.stop_after is None else min(steps, config.run.stop_after), None
         shares = read_ahead(lambda step: source.train.batch(step, ranks.rank, ranks.size).to(ranks.device, dtype), first, last)
         with RunLog(run, ranks, steps=steps, first_step=first, log_every=config.run.log_every) as log:
             done = first
             log.say(f"{run.path}: {source.train.rows:,} rows, {steps:,} steps of {config.data.batch:,} on {ranks.size} ranks")
+            for note in source.notes:
+                log.say(note)
             if first:
                 log.say(f"continuing at step {first:,}")
             for step, (batch, following) in enumerate(shares, first):
@@ -86,10 +90,12 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                     figures = evaluator("valid")
                     log.evaluation(step, figures)
                 if stop or done == steps or figures or is_due(done, config.checkpoint.every):
-                    skipped.check(config.data.max_broken)
                     log.flush()
                     score = figures[next(iter(figures))] if figures else None
-                    checkpoints.save(done, model, optimizers, {"skipped": skipped.summary()}, score=score)
+                    kept = {"skipped": skipped.summary(), "data": source.fingerprint}
+                    checkpoints.save(done, model, optimizers, kept, score=score)
+                if source.ratings is None and (stop or is_due(done, config.run.log_every)):
+                    skipped.check(config.data.max_broken)
                 if stop:
                     break
             saved = checkpoints.wait()

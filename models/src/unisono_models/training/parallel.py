@@ -46,8 +46,10 @@ def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Mo
         model.to(memory_format=torch.channels_last)  # what convolutions are fastest with; FSDP2 refuses it
         on = [ranks.device] if ranks.device.type != "cpu" else None
         # Buffers of integers are constants here: sent at each step, they would only take time.
-        changing = any(buffer.is_floating_point() for buffer in model.buffers())
-        return DistributedDataParallel(model, device_ids=on, broadcast_buffers=changing)
+        constant = [name for name, buffer in model.named_buffers() if not buffer.is_floating_point()]
+        ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *constant}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
+        return DistributedDataParallel(model, device_ids=on)
     return _shard(model, blocks, config, ranks)
 
 

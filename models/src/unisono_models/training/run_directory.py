@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Fields that say where a start of the run is, how far it goes and how long it waits, not what is computed. Any start may have
 # its own; the first two are not kept, so that a run can be moved, and run again elsewhere.
 NOT_KEPT = ("dir", "stop_after")
-NOT_COMPARED = ("run.dir", "run.stop_after", "run.timeout")
+NOT_COMPARED = ("run.dir", "run.stop_after", "run.timeout", "data.max_broken")
 
 
 class Config(Protocol):

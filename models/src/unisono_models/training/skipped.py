@@ -55,8 +55,12 @@ class Skipped:
 
     def add(self, batch: ReadBatch) -> None:
         """Count what this rank has read."""
-        self._read += len(batch) + len(batch.skipped)
-        for skip in batch.skipped:
+        self.count(len(batch) + len(batch.skipped), batch.skipped)
+
+    def count(self, read: int, skipped: Sequence[Skip]) -> None:
+        """Count `read` samples, with those of them that were skipped."""
+        self._read += read
+        for skip in skipped:
             self._reasons[skip.reason] += 1
             examples = self._examples.setdefault(skip.reason, [])
             if len(examples) < _EXAMPLES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unisono_models.training.skipped import Skip
@@ -27,6 +27,8 @@ class Table:
     columns: dict[str, Column]
     lines: list[int]
     """Of each row, for messages: the header is line 1."""
+    names: tuple[str, ...]
+    """Of all columns of the file, read or not."""
     skipped: list[Skip] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -35,16 +37,18 @@ class Table:
     def column(self, name: str) -> list[str]:
         """The values of a column. Raises: ValueError with the columns that there are."""
         if name not in self.columns:
-            raise ValueError(f"{self.path} has no column {name!r}; it has {', '.join(self.columns)}")
+            raise ValueError(f"{self.path} has no column {name!r}; it has {', '.join(self.names)}")
         return self.columns[name].values
 
     def without(self, bad: Collection[int], reason: str, errors: list[str]) -> Table:
         """Without some rows, which are noted as skipped, with an error each."""
+        if not bad:
+            return self
         gone = dict(zip(bad, errors, strict=True))
         kept = [row for row in range(len(self)) if row not in gone]
         skips = [Skip(self.lines[row], self.path.name, reason, error) for row, error in gone.items()]
         columns = {name: Column(x.type, [x.values[row] for row in kept]) for name, x in self.columns.items()}
-        return Table(self.path, columns, [self.lines[row] for row in kept], self.skipped + skips)
+        return replace(self, columns=columns, lines=[self.lines[row] for row in kept], skipped=self.skipped + skips)
 
 
 def read_atomic(path: Path, columns: Collection[str] | None = None) -> Table:
@@ -71,7 +75,7 @@ def read_atomic(path: Path, columns: Collection[str] | None = None) -> Table:
             numbers.append(number)
     kinds = list(names.items())
     found = {kinds[place][0]: Column(kinds[place][1], values) for place, values in zip(wanted, fields, strict=True)}
-    return Table(path, found, numbers, skipped)
+    return Table(path, found, numbers, tuple(names), skipped)
 
 
 def _read_header(path: Path, line: str) -> dict[str, str]:

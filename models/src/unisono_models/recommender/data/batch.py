@@ -79,4 +79,4 @@ def take_ids(ids: Ids, rows: Tensor) -> Ids:
     taken = Ragged.from_lengths(ids.values[:0], lengths)
     ends = taken.offsets[1:]
     shift = (ids.offsets[rows] - (ends - lengths)).repeat_interleave(lengths)
-    return taken._replace(values=ids.values[shift + torch.arange(len(shift))])
+    return taken._replace(values=ids.values[shift + torch.arange(len(shift), device=shift.device)])

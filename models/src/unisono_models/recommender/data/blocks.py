@@ -70,8 +70,9 @@ class BlockOrder:
     def steps_per_epoch(self) -> int:
         return -(-self.rows // self._batch)
 
-    def epoch_of(self, step: int) -> int:
-        return step // max(self.steps_per_epoch, 1)
+    def size_of(self, step: int) -> int:
+        """The number of rows of a step."""
+        return min(self._batch, self.rows - step % max(self.steps_per_epoch, 1) * self._batch)
 
     def parts(self, step: int, rank: int, size: int) -> list[tuple[int, int, int]]:
         """The share of `rank` of `size` of the step's rows, as (block, start, stop): contiguous, as even as it goes.
@@ -82,7 +83,7 @@ class BlockOrder:
             raise ValueError(f"BlockOrder.parts: step={step}: there are {len(self._sizes)} blocks without any row")
         epoch, number = divmod(step, self.steps_per_epoch)
         first = number * self._batch
-        start, stop = share(min(self._batch, self.rows - first), rank, size)
+        start, stop = share(self.size_of(step), rank, size)
         return self.cut(first + start, first + stop, epoch=epoch)
 
     def cut(self, start: int, stop: int, *, epoch: int) -> list[tuple[int, int, int]]:

@@ -20,8 +20,6 @@ class Part(Protocol):
     @property
     def rows(self) -> int: ...
 
-    def epoch_of(self, step: int) -> int: ...
-
     def size_of(self, step: int) -> int:
         """The number of rows of a step of training, over all ranks, bad ones included."""
         ...
@@ -45,9 +43,6 @@ class MemoryPart:
     @property
     def rows(self) -> int:
         return len(self.numbers)
-
-    def epoch_of(self, step: int) -> int:
-        return self._order.epoch_of(step) if self._order else 0
 
     def size_of(self, step: int) -> int:
         return len(self._order.at(step)) if self._order else 0

@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 def read_ahead(read: Callable[[int], Item], first: int, last: int) -> Iterator[tuple[Item, Item | None]]:
     """read(first) to read(last - 1), each with the one that follows, if any. A thread reads the next two.
 
-    What `read` raises is raised when its turn comes.
+    What `read` raises is raised in place of the item before.
 
     Example:
         >>> list(read_ahead(lambda step: step * step, 1, 4))

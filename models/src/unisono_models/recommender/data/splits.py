@@ -35,7 +35,7 @@ def split_groups(groups: Tensor, parts: Sequence[float], *, seed: int) -> Parts:
     Each part has its share of a group, rounded down, and the first part the rest; but a share that is less than one row is
     one, the last part's first, as long as more than one is left to the first.
     """
-    _check(parts)
+    check_parts(parts)
     keys = torch.rand(len(groups), generator=generator(seed, "split"), dtype=torch.float64)
     order = keys.argsort()
     order = order[groups[order].argsort(stable=True)]
@@ -61,6 +61,6 @@ def _ends(count: int, parts: Sequence[float]) -> tuple[int, int]:
     return counts[0], counts[0] + counts[1]
 
 
-def _check(parts: Sequence[float]) -> None:
+def check_parts(parts: Sequence[float]) -> None:
     if len(parts) != 3 or min(parts) < 0 or abs(sum(parts) - 1) > 1e-6:
         raise ValueError(f"split: parts={tuple(parts)} must be three shares that add up to 1: train, validation, test")

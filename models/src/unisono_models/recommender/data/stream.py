@@ -67,16 +67,9 @@ class Stream:
         self._shuffled = BlockOrder(sizes[chosen], batch=batch, seed=seed, groups=groups)
         self._in_order = BlockOrder(sizes[chosen], batch=batch, seed=seed, shuffle=False)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self._shuffled.steps_per_epoch
-
-    def epoch_of(self, step: int) -> int:
-        return self._shuffled.epoch_of(step)
-
     def size_of(self, step: int) -> int:
         """The number of rows of `step`, over all ranks, bad ones included."""
-        return sum(stop - start for _, start, stop in self._shuffled.parts(step, 0, 1))
+        return self._shuffled.size_of(step)
 
     def batch(self, step: int, rank: int, size: int) -> Batch:
         """The rows of `step` that belong to `rank` of `size`; perhaps none.
@@ -150,6 +143,6 @@ def hold_out(blocks: Blocks, part: float, seed: int) -> tuple[Tensor, Tensor, Te
     if second >= len(ends):
         raise ValueError(
             f"hold_out: part={part}: {len(ends)} blocks with {rows:,} rows are too few to hold out some for validation and "
-            "some for the test: make smaller blocks, or hold out less"
+            "some for the test: make smaller blocks (data.block), or hold out less"
         )
     return filled[place >= second], filled[place < first], filled[(place >= first) & (place < second)]
