@@ -59,9 +59,8 @@ def test_streams_obey_the_law_and_go_on_after_a_stop(ranks, days, tmp_path, ids)
     assert furthest(summary(tmp_path / "many"), summary(tmp_path / "one")) < 1e-4
     assert summary(tmp_path / "one")["test/rows"] == 395 and summary(tmp_path / "one")["test/bad_rows"] == 5
     reports = [(tmp_path / name / "report.html").read_text() for name in ("one", "many")]
-    counted = [
-        re.search(r"(\d+ of [\d,]+) rows skipped. wrong number of columns: \d+, such as day_0 \(line", x)[1] for x in reports
-    ]
+    pattern = r"(\d+ of [\d,]+) rows skipped. wrong number of columns: \d+, such as day_0 \(line"
+    counted = [re.search(pattern, text)[1] for text in reports]
     assert counted[0] == counted[1] and int(counted[0].split()[0]) > 10  # what each rank has read, in both starts, counts once
 
     figures, kept = evaluate_run(Options(tmp_path / "many"), ALONE)

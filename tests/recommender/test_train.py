@@ -16,7 +16,7 @@ from unisono_models.training.ranks import Ranks
 
 SHORT = ["--run.steps", "12", "--run.evaluate-every", "6", "--data.batch", "512", "--checkpoint.every", "0"]
 TOWERS = ["--data.source", "ml-100k", "--data.features", "user_id", "item_id", "class:ids", "--tables.lr", "0.02"]
-TOWERS += ["--model.items", "item_id", "class"]
+TOWERS += ["--model.users", "user_id", "--model.items", "item_id", "class"]
 
 
 def train(directory, *args, recipe="tiny"):
@@ -172,7 +172,7 @@ def complaint(directory, *args):
         (["--data.source", "/nowhere/day_*"], "/nowhere/day_"),
         (["--data.features", "user_id", "rating"], "rating is what is to be predicted"),
         (["--data.features", "timestamp"], "at least one has to be of ids"),
-        (["--data.test", "elsewhere"], "the test of atomic files is a part of them"),
+        (["--data.test", "elsewhere"], "atomic files are split by data.parts"),
         (["--parallel.kind", "fsdp"], "a recommender has ddp only"),
         (["--model.kind", "two_tower", "--model.users", "age"], "the first has to be user_id and item_id"),
     ],

@@ -88,6 +88,12 @@ class ModelConfig:
     log_q: float = 1.0
     """How far frequent items, which come as negatives more often, are corrected for: 1 makes the loss that of all items."""
 
+    def __post_init__(self) -> None:
+        if self.dim < 1 or self.crosses < 0 or min((*self.hidden, *self.bottom, 1)) < 1 or not self.temperature > 0:
+            raise ValueError(
+                f"model: {self}: dim and layers are at least 1 wide, temperature is above 0, crosses are not negative"
+            )
+
 
 @dataclass(frozen=True)
 class TablesConfig:
