@@ -12,7 +12,7 @@ import tyro
 from safetensors.torch import load_file
 
 from unisono_models.recommender.evaluation import Evaluator
-from unisono_models.recommender.export import FILES, dtype_of_weights, load_weights, read_vocabularies
+from unisono_models.recommender.export import FILES, dtype_of_weights, exported_data, load_weights, read_vocabularies
 from unisono_models.recommender.objective import make_learner
 from unisono_models.recommender.run_export import find_run
 from unisono_models.recommender.source import open_source
@@ -34,7 +34,7 @@ class Options:
 def evaluate_run(options: Options, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
     """The figures of the exported model, and those that the run has kept. All ranks call."""
     with together("evaluate"):
-        config = find_run(options.run)
+        config = replace(find_run(options.run), data=exported_data(options.run / "export"))
         weights = load_file(options.run / "export" / FILES[0])
         vocabularies = read_vocabularies(options.run / "export")
         summary = options.run / "summary.json"

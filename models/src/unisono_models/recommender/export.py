@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def write_export(
 ) -> None:
     """Write what `read_export` reads. One rank calls."""
     save_file(dict(weights), folder / FILES[0], metadata={"format": "pt"})
-    about = {"model": config_to_json(model), "data": config_to_json(data), "features": [asdict(f) for f in features]}
+    about = {"model": config_to_json(model), "data": config_to_json(data), "features": [str(feature) for feature in features]}
     (folder / FILES[1]).write_text(json.dumps(about, indent=2) + "\n")
     words = {name: vocabulary.values for name, vocabulary in vocabularies.items()}
     (folder / FILES[2]).write_text(json.dumps(words, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -86,7 +86,7 @@ def read_export(folder: Path | str) -> Exported:
     folder = Path(folder)
     about = json.loads((folder / FILES[1]).read_text())
     config, data = config_from_json(ModelConfig, about["model"]), config_from_json(DataConfig, about["data"])
-    features = tuple(Feature(**feature) for feature in about["features"])
+    features = tuple(map(Feature.parse, about["features"]))
     tower = config.kind == "two_tower"
     wanted = {*config.users, *config.items} if tower else {feature.name for feature in features}
     weights = load_file(folder / FILES[0])
@@ -108,6 +108,12 @@ def read_vocabularies(folder: Path) -> dict[str, Vocabulary]:
     """Those of an exported model: the rows that its values have, whatever the data has by now."""
     words = json.loads((folder / FILES[2]).read_text(encoding="utf-8"))
     return {name: Vocabulary(values) for name, values in words.items()}
+
+
+def exported_data(folder: Path) -> DataConfig:
+    """The data that an exported model was trained on, with its features as they were then."""
+    about = json.loads((folder / FILES[1]).read_text())
+    return replace(config_from_json(DataConfig, about["data"]), features=tuple(about["features"]))
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

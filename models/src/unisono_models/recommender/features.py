@@ -45,6 +45,10 @@ class Feature:
             )
         return cls(name, kind or "auto", int(rows or 0))  # type: ignore[arg-type]  # checked above
 
+    def __str__(self) -> str:
+        """What `parse` reads."""
+        return f"{self.name}:{self.kind}" + (f":{self.rows}" if self.rows else "")
+
     def settle(self, kind: Kind) -> Feature:
         """With this kind, unless it has one."""
         return replace(self, kind=kind) if self.kind == "auto" else self

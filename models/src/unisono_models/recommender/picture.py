@@ -13,7 +13,7 @@ from unisono_models.recommender.data.ratings import Ratings
 from unisono_models.recommender.neighbours import most_rated, title_of
 from unisono_models.training.plots import COLOURS, INKS
 
-SHOWN, NAMED, GROUPS = 400, 34, 6
+SHOWN, NAMED, GROUPS, LETTERS = 400, 34, 6, 34
 
 
 def draw_map(vectors: Tensor, ratings: Ratings, titles: Mapping[str, str], path: Path) -> None:
@@ -37,9 +37,8 @@ def draw_map(vectors: Tensor, ratings: Ratings, titles: Mapping[str, str], path:
         at = (float(points[place, 0]), float(points[place, 1]))
         if len(taken) < NAMED and all(abs(at[0] - a) > 0.34 or abs(at[1] - b) > 0.055 for a, b in taken):
             taken.append(at)
-            axes.annotate(
-                title_of(row, ratings, titles)[:30], at, xytext=(4, 3), textcoords="offset points", fontsize=7.5, color=ink
-            )
+            text = shorten(title_of(row, ratings, titles), LETTERS, placeholder=" …")
+            axes.annotate(text, at, xytext=(4, 3), textcoords="offset points", fontsize=7.5, color=ink)
     if len(names) > 1:
         axes.legend(loc="lower left", frameon=False, fontsize=9, labelcolor=ink)
     figure.savefig(path)

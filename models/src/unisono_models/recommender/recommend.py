@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unisono_models.recommender.data.ratings import Ratings
 from unisono_models.recommender.data.vocabulary import UNKNOWN
-from unisono_models.recommender.export import Exported, read_export
+from unisono_models.recommender.export import Exported, exported_data, read_export
 from unisono_models.recommender.run_export import RunError, find_run
 from unisono_models.recommender.source import open_source
 from unisono_models.recommender.titles import read_titles
@@ -90,8 +90,9 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if options.top < 1:
             raise RunError(f"--top {options.top}: at least 1")
-        config, exported = find_run(options.run), read_export(options.run / "export")
-        everything = replace(config.data, keep="(-inf,inf)")  # what training left out is seen all the same
+        config, folder = find_run(options.run), options.run / "export"
+        exported = read_export(folder)
+        everything = replace(exported_data(folder), keep="(-inf,inf)")  # what training left out is seen all the same
         alone = Ranks(0, 1, 0, torch.device("cpu"))
         source = open_source(everything, seed=config.run.seed, ranks=alone, vocabularies=exported.vocabularies)
         if source.ratings is None:
