@@ -46,31 +46,37 @@ def test_machines_are_their_formulas():
             expected = expected + sum(pairs(x.vectors)).sum(1)
         if kind == "deepfm":
             layers = [layer for layer in head.deep if isinstance(layer, torch.nn.Linear)]
+            torch.nn.init.normal_(layers[2].weight)
             expected = expected + layers[2](layers[1](layers[0](x.vectors.flatten(1)).relu()).relu()).squeeze(1)
         torch.testing.assert_close(head(x), expected)
 
 
 def test_crosses_are_their_formula():
     x, head = inputs(), head_of("dcn", crosses=2)
-    first = crossed = x.vectors.flatten(1)
-    for layer in head.crosses:
-        crossed = first * (crossed @ layer.linear.weight.T + layer.linear.bias) + crossed
+    torch.nn.init.normal_(head.out.weight)
+    vectors = x.vectors
+    first = crossed = vectors.flatten(1)
+    others = torch.stack([sum(vectors[:, j] for j in range(FIELDS) if j != i) / 2 for i in range(FIELDS)], 1).flatten(1)
+    for number, layer in enumerate(head.crosses):
+        product = crossed @ layer.linear.weight.T + layer.linear.bias + (others if number == 0 else 0)
+        crossed = first * product + crossed
     deep = head.deep[2](head.deep[0](first).relu()).relu()
-    expected = (torch.cat([crossed, deep], 1) @ head.out.weight.T).squeeze(1)
-    torch.testing.assert_close(head(x), expected + x.weights.sum(1))
+    learned = (torch.cat([crossed, deep], 1) @ head.out.weight.T).squeeze(1)
+    torch.testing.assert_close(head(x), learned + crossed.sum(1) + x.weights.sum(1))
 
 
-def test_crosses_start_as_a_factorization_machine():
-    x, head = inputs(), head_of("dcn", crosses=1)
-    with torch.no_grad():
-        head.out.weight[:, FIELDS * DIM :] = 0
-    expected = sum(pairs(x.vectors)).sum(1) + x.vectors.sum((1, 2)) + x.weights.sum(1)
+@pytest.mark.parametrize("kind", ["deepfm", "dcn"])
+def test_deep_models_start_as_factorization_machines(kind):
+    """But for the sum of the vectors, which dcn has besides, and small random crosses."""
+    x, head = inputs(), head_of(kind, crosses=1)
+    expected = sum(pairs(x.vectors)).sum(1) + x.weights.sum(1) + (x.vectors.sum((1, 2)) if kind == "dcn" else 0)
     assert (head(x) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 @pytest.mark.parametrize("numbers", [0, 2])
 def test_dlrm_is_its_formula(numbers):
     x, head = inputs(numbers), head_of("dlrm", numbers, bottom=(4,))
+    torch.nn.init.normal_(head.top[-1].weight)
     vectors, beside = x.vectors, x.vectors.flatten(1)
     if numbers:
         beside = head.bottom(x.numbers)

@@ -29,8 +29,9 @@ def deepfm() -> Config:
 def dcn() -> Config:
     """As deepfm, with DCN-v2."""
     model = ModelConfig("dcn", crosses=1, embedding_dropout=0.2)
-    config = replace(deepfm(), model=model, tables=TablesConfig(l2=0.01), optimizer=OptimizerConfig(lr=3e-3))
-    return replace(config, run=replace(config.run, steps=8 * EPOCH))
+    optimizer = OptimizerConfig(lr=3e-3, weight_decay=1.0)
+    config = replace(deepfm(), model=model, tables=TablesConfig(l2=0.015), optimizer=optimizer)
+    return replace(config, run=replace(config.run, steps=10 * EPOCH))
 
 
 @RECIPES.add
