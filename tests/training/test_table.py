@@ -33,6 +33,7 @@ def test_seeds_are_one_column_and_recipes_several(runs):
         "|---|---|---|---|",
         "| vendor/recall@1 | 0.450 ± 0.050 | 0.100 | 0.900 |",
     ]
+    assert "| 0.45000 ± 0.05000 |" in make_table(paths, ["*recall*"], digits=5)
 
 
 def test_unfinished_run_is_named(runs):

@@ -25,9 +25,11 @@ class Options:
     """Run directories."""
     figures: tuple[str, ...] = ("*recall@1", "*recall@10")
     """Which figures, as patterns of their names in summary.json."""
+    digits: int = 3
+    """Behind the point."""
 
 
-def make_table(runs: Sequence[Path], figures: Sequence[str] = ("*",)) -> str:
+def make_table(runs: Sequence[Path], figures: Sequence[str] = ("*",), *, digits: int = 3) -> str:
     """The table. Raises: ValueError that names a run which is not finished."""
     groups: list[tuple[dict[str, object], list[dict[str, float]]]] = []
     for path in runs:
@@ -44,14 +46,15 @@ def make_table(runs: Sequence[Path], figures: Sequence[str] = ("*",)) -> str:
     lines = ["| figure | " + " | ".join(_title(config, len(group)) for config, group in groups) + " |"]
     lines.append("|---|" + "---|" * len(groups))
     for name in names:
-        lines.append(f"| {name} | " + " | ".join(_cell([summary.get(name) for summary in group]) for _, group in groups) + " |")
+        cells = [_cell([summary.get(name) for summary in group], digits) for _, group in groups]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main(args: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, prog="python -m unisono_models.training.table", args=args)
     try:
-        print(make_table(options.runs, options.figures))
+        print(make_table(options.runs, options.figures, digits=options.digits))
     except ValueError as error:
         raise SystemExit(str(error)) from None
 
@@ -64,12 +67,13 @@ def _title(config: dict[str, object], seeds: int) -> str:
     return f"{config['model']} {config['recipe']}" + (f", {seeds} seeds" if seeds > 1 else "")
 
 
-def _cell(values: Sequence[float | None]) -> str:
+def _cell(values: Sequence[float | None], digits: int) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return ""
     mean = sum(known) / len(known)
-    return f"{mean:.3f}" + (f" ± {max(abs(value - mean) for value in known):.3f}" if len(known) > 1 else "")
+    furthest = max(abs(value - mean) for value in known)
+    return f"{mean:.{digits}f}" + (f" ± {furthest:.{digits}f}" if len(known) > 1 else "")
 
 
 if __name__ == "__main__":
