@@ -51,7 +51,8 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
 
     with Checkpoints(run.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout) as checkpoints:
         first, state = checkpoints.load(model, optimizers) or (0, {})
-        if first and state["data"] != source.fingerprint:
+        meaning = source.fingerprint
+        if first and state["data"] != meaning:
             raise ValueError(f"{config.data.source} is not what the run began with: its rows have other meanings now")
         skipped = Skipped(before=state.get("skipped"), what="rows", place="line")
         if not first and source.ratings is not None and ranks.first:  # every rank has read all of it
@@ -91,8 +92,8 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                     log.evaluation(step, figures)
                 if stop or done == steps or figures or is_due(done, config.checkpoint.every):
                     log.flush()
-                    score = figures[next(iter(figures))] if figures else None
-                    kept = {"skipped": skipped.summary(), "data": source.fingerprint}
+                    score = figures[next(iter(figures))] if figures and source.valid.rows else None
+                    kept = {"skipped": skipped.summary(), "data": meaning}
                     checkpoints.save(done, model, optimizers, kept, score=score)
                 if source.ratings is None and (stop or is_due(done, config.run.log_every)):
                     skipped.check(config.data.max_broken)
