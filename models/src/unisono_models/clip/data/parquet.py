@@ -14,6 +14,7 @@ from unisono_models.clip.data.images import read_file
 from unisono_models.clip.data.pairs import PairBatch
 from unisono_models.clip.data.records import Record, check_indices, clean_text, concept_from, make_batch, printable, skip
 from unisono_models.clip.data.tables import CAPTION_COLUMNS, IMAGE_COLUMNS, choose_column, resolve_path
+from unisono_models.training.parquet_file import open_parquet
 from unisono_models.training.skipped import Skip
 
 _CACHE_BYTES = 256 * 2**20
@@ -143,7 +144,7 @@ class ParquetPairs:
         return f"{self._paths[number].name}, row {index - int(self._starts[first]) + 1}"
 
     def _file(self, number: int) -> Any:
-        file = self._files.pop(number, None) or open_parquet(self._paths[number])
+        file = self._files.pop(number, None) or open_parquet(self._paths[number], what="open_pairs")
         self._files[number] = file
         while len(self._files) > _OPEN_FILES:
             self._files.popitem(last=False)
@@ -168,22 +169,6 @@ class ParquetPairs:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
-
-
-def open_parquet(path: Path) -> Any:
-    """A pyarrow ParquetFile. Raises ImportError with what to install, and ValueError for what is no parquet."""
-    try:
-        from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ImportError(
-            f"open_pairs: {path}: parquet needs pyarrow: pip install 'unisono-models[parquet]', or pip install pyarrow"
-        ) from error
-    try:
-        return ParquetFile(path, memory_map=True)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ValueError(f"open_pairs: {path}: not a whole parquet file: {printable(error)}") from error
 
 
 def _bytes(column: Any) -> Any:

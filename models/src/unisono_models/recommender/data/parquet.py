@@ -16,6 +16,7 @@ from unisono_models.recommender.data.batch import Batch, Ids, take_ids
 from unisono_models.recommender.data.blocks import empty_batch
 from unisono_models.recommender.data.parquet_columns import is_bags, is_ids, is_numbers, read_bags, read_ids, read_numbers
 from unisono_models.recommender.features import Feature
+from unisono_models.training.parquet_file import open_parquet
 from unisono_models.training.skipped import Skip
 
 _OPEN_FILES = 16
@@ -149,7 +150,7 @@ class ParquetBlocks:
                 raise ValueError(f"ParquetBlocks: {path}: column {name!r} is {kind}, expected {expected}")
 
     def _file(self, number: int) -> Any:
-        file = self._files.pop(number, None) or open_parquet(self._paths[number])
+        file = self._files.pop(number, None) or open_parquet(self._paths[number], what="ParquetBlocks")
         self._files[number] = file
         while len(self._files) > _OPEN_FILES:
             self._files.popitem(last=False)
@@ -166,19 +167,3 @@ class ParquetBlocks:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
-
-
-def open_parquet(path: Path) -> Any:
-    """A pyarrow ParquetFile. Raises ImportError with what to install, and ValueError for what is no parquet."""
-    try:
-        from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ImportError(
-            f"ParquetBlocks: {path}: parquet needs pyarrow: pip install 'unisono-models[parquet]', or pip install pyarrow"
-        ) from error
-    try:
-        return ParquetFile(path, memory_map=True)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ValueError(f"ParquetBlocks: {path}: not a whole parquet file: {str(error)[:160]!a}") from error
