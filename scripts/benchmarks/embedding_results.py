@@ -11,13 +11,13 @@ from embedding_contenders import AUTO, CONTENDERS, Contender
 from embedding_measures import Weight
 from embedding_workload import POOLINGS
 from shared_report import Aim
-from shared_stepping import MB, MIB, Rounds, Timing, cpu_of_steps, mean_sent, median_peak, wall_of_steps
+from shared_stepping import Measured, Rounds, Timing, cpu_of_steps, mean_sent, median_peak, wall_of_steps
 
 FASTER, FLAT = 1.8, 1.25
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Measured):
     """One contender. No rounds: it was not timed."""
 
     contender: str
@@ -30,30 +30,6 @@ class Result:
     @property
     def kind(self) -> Contender:
         return CONTENDERS[self.contender]
-
-    @property
-    def milliseconds(self) -> float:
-        return float(np.median(self.wall))
-
-    @property
-    def cpu_milliseconds(self) -> float:
-        return float(np.median(self.cpu))
-
-    @property
-    def sent(self) -> float:
-        return mean_sent([w.sent for w in self.weights])
-
-    @property
-    def payload(self) -> float:
-        return float(np.mean([w.sent.payload for w in self.weights])) / MB
-
-    @property
-    def peak(self) -> float:
-        return max(w.peak for w in self.weights) / MIB
-
-    @property
-    def beyond_code(self) -> float:
-        return max(w.peak - w.code for w in self.weights) / MIB
 
 
 @dataclass(frozen=True)

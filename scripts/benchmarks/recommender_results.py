@@ -12,14 +12,14 @@ from recommender_contenders import AUTO, CONTENDERS, DENSE, WORLD_SIZE, Contende
 from recommender_measures import Weight
 from recommender_workload import Case
 from shared_report import Aim
-from shared_stepping import MB, MIB, Rounds, Timing, cpu_of_steps, mean_sent, median_peak, wall_of_steps
+from shared_stepping import Measured, Rounds, Timing, cpu_of_steps, median_peak, wall_of_steps
 
 FASTER = 1.5
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Measured):
     """One contender in one case."""
 
     contender: str
@@ -35,33 +35,9 @@ class Result:
         return CONTENDERS[self.contender]
 
     @property
-    def milliseconds(self) -> float:
-        return float(np.median(self.wall))
-
-    @property
     def rate(self) -> Ratio:
         """Samples per second: the median over rounds, and the range."""
         return Ratio.of(1e3 * self.samples / self.wall)
-
-    @property
-    def cpu_milliseconds(self) -> float:
-        return float(np.median(self.cpu))
-
-    @property
-    def sent(self) -> float:
-        return mean_sent([w.sent for w in self.weights])
-
-    @property
-    def payload(self) -> float:
-        return float(np.mean([w.sent.payload for w in self.weights])) / MB
-
-    @property
-    def peak(self) -> float:
-        return max(w.peak for w in self.weights) / MIB
-
-    @property
-    def beyond_code(self) -> float:
-        return max(w.peak - w.code for w in self.weights) / MIB
 
     @property
     def losses(self) -> list[float]:

@@ -86,3 +86,35 @@ def median_peak(rounds: Sequence[Sequence[Timing]]) -> float:
 def mean_sent(sent: Sequence[Sent | None]) -> float:
     """MB, of a rank."""
     return float(np.mean([s.bytes for s in sent if s is not None])) / MB
+
+
+class Measured:
+    """The figures of a contender, from what a results file keeps of it: `wall`, `cpu` and the `weights` of its ranks."""
+
+    wall: Rounds
+    cpu: Rounds
+    weights: Sequence[Any]
+
+    @property
+    def milliseconds(self) -> float:
+        return float(np.median(self.wall))
+
+    @property
+    def cpu_milliseconds(self) -> float:
+        return float(np.median(self.cpu))
+
+    @property
+    def sent(self) -> float:
+        return mean_sent([w.sent for w in self.weights])
+
+    @property
+    def payload(self) -> float:
+        return float(np.mean([w.sent.payload for w in self.weights])) / MB
+
+    @property
+    def peak(self) -> float:
+        return max(w.peak for w in self.weights) / MIB
+
+    @property
+    def beyond_code(self) -> float:
+        return max(w.peak - w.code for w in self.weights) / MIB
