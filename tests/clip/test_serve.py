@@ -241,7 +241,11 @@ def test_command_serves_until_it_is_interrupted(tmp_path, monkeypatch, capsys):
                 os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(serve, "SearchServer", Watched)
-    serve.main([str(tmp_path)])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    try:
+        serve.main([str(tmp_path)])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert found == ["asked", "a red wall"]
     shown = capsys.readouterr().out
     assert re.fullmatch(r"1 pictures? at http://127\.0\.0\.1:\d+/ \(Ctrl-C ends it\)\s+ended\n", shown)
