@@ -11,7 +11,7 @@ from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.features import Feature
 from unisono_models.recommender.heads.inputs import Inputs, Shape
 from unisono_models.recommender.tables import Tables
-from unisono_models.recommender.two_tower import retrieval_loss
+from unisono_models.recommender.two_tower import TwoTower, retrieval_loss
 
 FEATURES = (Feature("a", rows=7), Feature("n", "number"), Feature("b", "ids", rows=5))
 FIELDS, DIM = 4, 3
@@ -102,6 +102,22 @@ def test_every_parameter_learns_and_no_rows_are_fine(kind):
         if kind in ("lr", "fm", "deepfm", "dcn"):
             assert "numbers" in dense
         assert all(p.grad is not None for p in dense.values()), kind
+
+
+def test_towers_with_layers_learn_in_all_of_them():
+    """Not so if their last layer started from zero, as it does beside a factorization machine."""
+    config = ModelConfig("two_tower", dim=4, hidden=(5,), dropout=0.0, input_dropout=0.0, users=("a",), items=("b",))
+    tables = Tables([f for f in FEATURES if f.rows], width=4, init=0.1, config=TablesConfig(), data=DataConfig())
+    model, before = TwoTower(config, tables), tables.collection.full_weight("table_a")
+    ids = {"a": torch.arange(3), "b": Ragged.from_lists([[1, 2], [0], [4]])}
+    users, items = model(Batch(ids, torch.ones(3, 0), torch.ones(3), torch.arange(3)))
+    torch.testing.assert_close(users.norm(dim=1), torch.ones(3))
+    retrieval_loss(users, items, torch.zeros(3), temperature=0.5, ids=torch.arange(3)).backward()
+    dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
+    assert len(dense) == 8 and all(p.grad.abs().max() > 0 for p in dense)
+    assert (tables.collection.full_weight("table_a") != before).any()
+    with pytest.raises(ValueError, match=r"model.items: \['c'\]: not among the features of ids"):
+        TwoTower(ModelConfig("two_tower", users=("a",), items=("c",)), tables)
 
 
 def batch_of(rows):

@@ -1,4 +1,4 @@
-"""What a user might like: python -m unisono_models.recommender.recommend RUN_DIR --user 1m_4277 --top 10"""
+"""What a user might like: python -m unisono_models.recommender.recommend RUN_DIR --user 1m_10 --top 10"""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Recommendation:
+    """An item, by its id and by what to call it, with the model's score."""
+
     item: str
     title: str
     score: float

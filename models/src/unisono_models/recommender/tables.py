@@ -56,7 +56,7 @@ class Tables(nn.Module):
                 for f in features
             ],
             plan=config.plan,
-            optimizer=make_rule(config),
+            optimizer=_make_rule(config),
             batch_size=batch,
             sample=None if mapped else sample,
             memory_per_rank=None if config.memory_gb is None else int(config.memory_gb * 2**30),
@@ -99,6 +99,6 @@ def _make_map(rows: int, data: DataConfig, device: torch.device | None) -> IdMap
     return IdMap(rows, threshold=data.seen, eviction=eviction, shards=shards, device=device)
 
 
-def make_rule(config: TablesConfig) -> Rule:
+def _make_rule(config: TablesConfig) -> Rule:
     rules: dict[str, type[Rule]] = {"adam": Adam, "adagrad": Adagrad, "rowwise_adagrad": RowwiseAdagrad, "sgd": SGD}
     return rules[config.optimizer](lr=config.lr, weight_decay=config.weight_decay)
