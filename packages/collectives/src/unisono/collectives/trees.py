@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -17,6 +15,7 @@ from unisono.collectives.checking import call_site, checking, describe, user_fra
 from unisono.collectives.groups import Ranks
 from unisono.collectives.linear import Linear, apply, run
 from unisono.collectives.sizes import complaint, from_rows, join_graph, length_of, refuse, settle_sizes, size_complaint, to_rows
+from unisono.collectives.structures import flatten
 from unisono.collectives.wire import as_bytes, sum_in_order
 
 Tree = TypeVar("Tree")
@@ -24,14 +23,16 @@ Tree = TypeVar("Tree")
 
 def gather_tree(tree: Tree, dim: int, sizes: Sequence[int] | None, kind: str, ranks: Ranks) -> Tree:
     """all_gather for the tensors of `tree`; anything else in it must be equal on all ranks and is kept."""
-    leaves, rebuild, structure = flatten(tree)
+    leaves, structure = flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[place] for place in places]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         gathered = [_gather_leaf(x, dim, sizes, kind, ranks) for x in tensors]  # bytes cannot be traced: leaf by leaf
     else:
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        table = _settle(tensors, dim, sizes, (structure, repr(others), kind), _tree_complaint(tree, tensors, others), ranks)
+        table = _settle(
+            tensors, dim, sizes, (str(structure), repr(others), kind), _tree_complaint(tree, tensors, others), ranks
+        )
         rows = [to_rows(join_graph(x, table[place]), dim) for place, x in enumerate(tensors)]
         lengths = tuple(tuple(row[0] for row in leaf) for leaf in table)
         moving = tuple((x.is_floating_point() and x.dtype.itemsize > 1) or x.is_complex() for x in tensors)
@@ -40,34 +41,8 @@ def gather_tree(tree: Tree, dim: int, sizes: Sequence[int] | None, kind: str, ra
         gathered = [from_rows(y, dim) for y in _GatherTree.apply(layout, *rows)]
     for place, y in zip(places, gathered, strict=True):
         leaves[place] = y
-    result: Tree = rebuild(leaves)
+    result: Tree = structure.rebuild(leaves)
     return result
-
-
-def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any], str]:
-    """Leaves, how to put others in their place, and a text of the structure. Dataclasses need no registration."""
-
-    def opaque(node: Any) -> bool:
-        return is_dataclass(node) and not isinstance(node, type) and type(node) not in pytree.SUPPORTED_NODES
-
-    nodes, spec = pytree.tree_flatten(tree, is_leaf=opaque)
-    parts = [flatten({f.name: getattr(node, f.name) for f in fields(node)}) if opaque(node) else None for node in nodes]
-
-    def rebuild(leaves: list[Any]) -> Any:
-        remaining, rebuilt = iter(leaves), []
-        for node, part in zip(nodes, parts, strict=True):
-            if part is None:
-                rebuilt.append(next(remaining))
-                continue
-            twin = copy.copy(node)
-            for name, value in part[1]([next(remaining) for _ in part[0]]).items():
-                object.__setattr__(twin, name, value)  # frozen dataclasses too
-            rebuilt.append(twin)
-        return pytree.tree_unflatten(rebuilt, spec)
-
-    leaves = [leaf for node, part in zip(nodes, parts, strict=True) for leaf in ([node] if part is None else part[0])]
-    inner = "".join(f" {type(node).__name__}{part[2]}" for node, part in zip(nodes, parts, strict=True) if part)
-    return leaves, rebuild, f"{spec}{inner}"
 
 
 def _tree_complaint(tree: object, tensors: list[Tensor], others: list[Any]) -> str:

@@ -1,0 +1,95 @@
+"""Copies between devices: on streams of their own, from and to pinned memory, wherever a device has streams.
+
+A copy is started, and joined later: what the joining thread does on its current streams then comes after it. In between the
+host and the devices go on with other work. Everything is made of torch's own differentiable copies, so that gradients of any
+order travel the same way back; autograd itself orders the streams of a backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from unisono.dataparallel.devices import is_accelerator
+
+_CPU = torch.device("cpu")
+_streams: dict[torch.device, torch.Stream | None] = {}  # by full device; None where a device has no streams
+_lock = Lock()
+
+
+class Copies:
+    """Copies on their way.
+
+    Use: `copies = Copies()`; `y = copies.start(x, device)` for each; `copies.join()` before anything reads one of them.
+    """
+
+    def __init__(self) -> None:
+        self._arriving: list[tuple[Tensor, torch.Stream]] = []  # on an accelerator, by the stream that fills them
+        self._leaving: dict[torch.Stream, None] = {}  # streams that fill memory of the host
+
+    def start(self, x: Tensor, device: torch.device) -> Tensor:
+        """`x` on `device`: itself if it is there, else a copy that is complete after join()."""
+        source = x.device
+        if source == device:
+            return x
+        if source == _CPU and (stream := copy_stream(device)) is not None:
+            staged = _pinned(x)
+            with stream:
+                y = staged.to(device, non_blocking=True)
+            self._arriving.append((y, stream))
+            return y
+        if device == _CPU and (stream := copy_stream(source)) is not None:
+            stream.wait_stream(torch.accelerator.current_stream(source))  # whatever computes x
+            with stream:
+                y = x.to(device, non_blocking=True)  # into pinned memory
+            x.record_stream(stream)  # its memory is not to be given away before
+            self._leaving[stream] = None
+            return y
+        # between two accelerators torch orders the copy after the current streams of both, and what follows on them after it
+        return x.to(device, non_blocking=device != _CPU)
+
+    def join(self) -> None:
+        """What follows on the current streams of this thread comes after the copies; those to the host are complete."""
+        for stream in dict.fromkeys(stream for _, stream in self._arriving):
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
+        for y, stream in self._arriving:
+            y.record_stream(torch.accelerator.current_stream(stream.device))
+        for stream in self._leaving:
+            stream.synchronize()
+        self._arriving, self._leaving = [], {}
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, torch.device]]) -> list[Tensor]:
+    """Each tensor on the device beside it. All copies are under way before the first is waited for."""
+    copies = Copies()
+    arrived = [copies.start(x, device) for x, device in pairs]
+    copies.join()
+    return arrived
+
+
+def copy_stream(device: torch.device) -> torch.Stream | None:
+    """The stream of this process for copies to and from `device`; None where it has no streams."""
+    if device not in _streams:
+        with _lock:
+            if device not in _streams:
+                _streams[device] = _new_stream(device)
+    return _streams[device]
+
+
+def _new_stream(device: torch.device) -> torch.Stream | None:
+    if not is_accelerator(device):
+        return None
+    try:
+        return torch.Stream(device=device)
+    except (RuntimeError, NotImplementedError):  # an accelerator without streams
+        return None
+
+
+def _pinned(x: Tensor) -> Tensor:
+    """`x` in memory that a device can read by itself while the host goes on."""
+    if x.is_pinned():
+        return x
+    return torch.empty_like(x, pin_memory=True, requires_grad=False).copy_(x)  # differentiable, which pin_memory() is not

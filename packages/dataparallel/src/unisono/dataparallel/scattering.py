@@ -1,0 +1,115 @@
+"""Split a tree of tensors over devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.collectives.structures import Structure, flatten
+from unisono.dataparallel.copying import Copies
+from unisono.dataparallel.devices import Device, full_devices
+
+T = TypeVar("T")
+Tree = TypeVar("Tree")
+
+
+class Replicate(Generic[T]):
+    """Marks a leaf, or a whole subtree, that is not to be split: scatter gives all of it to every device, and gather takes
+    that of the first tree.
+
+    Example:
+        >>> import torch
+        >>> scatter((torch.arange(4), Replicate(torch.ones(2))), ["cpu", "cpu"])
+        [(tensor([0, 1]), tensor([1., 1.])), (tensor([2, 3]), tensor([1., 1.]))]
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Replicate({self.value!r})"
+
+
+def scatter(tree: Tree, devices: Sequence[Device], *, dim: int = 0, sizes: Sequence[int] | None = None) -> list[Tree]:
+    """Split the tensors of `tree` along `dim` over `devices`: one tree of the same structure for each device, always.
+
+    Each tensor is split as evenly as it goes, longer parts first, or into parts of `sizes`. Nothing is lost: a tensor that
+    is shorter than the number of devices leaves the last ones an empty part. Tensors without dimensions, and what stands in
+    Replicate, go to every device whole; so does anything that is not a tensor, as the same object. A part on the device
+    where its tensor already is, is a view of it. Copies from the host run on streams of their own, from pinned memory.
+
+    Backward: gather of the parts' gradients; what went to every device whole gets their sum.
+
+    Example:
+        >>> import torch
+        >>> scatter({"x": torch.arange(5), "flag": True}, ["cpu", "cpu"])
+        [{'x': tensor([0, 1, 2]), 'flag': True}, {'x': tensor([3, 4]), 'flag': True}]
+    """
+    trees, _ = split("scatter", tree, full_devices("scatter", devices), dim=dim, sizes=sizes)
+    return trees
+
+
+def split(
+    function: str, tree: Tree, devices: Sequence[torch.device], *, dim: int, sizes: Sequence[int] | None = None
+) -> tuple[list[Tree], list[int] | None]:
+    """What scatter gives, and the rows of each device (of its longest part); None if nothing was there to split."""
+    leaves, structure = flatten(tree)
+    if sizes is not None and (len(sizes) != len(devices) or min(sizes) < 0):
+        raise ValueError(f"{function}: sizes={tuple(sizes)} must have one length for each of {len(devices)} devices")
+    columns: list[Sequence[Any] | None] = []  # the parts of each leaf; None if every device gets all of it
+    rows: list[int] | None = None
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or (leaf.ndim == 0 and leaf.layout == torch.strided):
+            columns.append(None)
+            if hasattr(leaf, "__array__") and not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"{function}: tree{structure.paths()[place]} is a {type(leaf).__name__}, which cannot be split; "
+                    "make it a tensor (torch.as_tensor), or wrap it in Replicate to give every device all of it"
+                )
+            continue
+        parts = _divide(function, leaf, len(devices), dim, sizes, structure, place)
+        lengths = [part.shape[dim] for part in parts]
+        rows = lengths if rows is None else list(map(max, rows, lengths))
+        columns.append(parts)
+    copies = Copies()
+    trees = []
+    for number, device in enumerate(devices):
+        row = [leaf if column is None else column[number] for leaf, column in zip(leaves, columns, strict=True)]
+        trees.append(structure.rebuild([start(leaf, device, copies) for leaf in row]))
+    copies.join()
+    return trees, rows
+
+
+def start(leaf: Any, device: torch.device, copies: Copies) -> Any:
+    """`leaf` on `device`, once `copies` are joined; unwrapped, if it was to be replicated."""
+    if isinstance(leaf, Tensor):
+        return copies.start(leaf, device)
+    if isinstance(leaf, Replicate):
+        leaves, structure = flatten(leaf.value)
+        return structure.rebuild([start(inner, device, copies) for inner in leaves])
+    return leaf
+
+
+def _divide(
+    function: str, x: Tensor, number: int, dim: int, sizes: Sequence[int] | None, structure: Structure, place: int
+) -> Sequence[Tensor]:
+    if x.layout != torch.strided:
+        raise TypeError(
+            f"{function}: tree{structure.paths()[place]} has layout {x.layout}, which cannot be split; "
+            "make it dense, or wrap it in Replicate to give every device all of it"
+        )
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{function}: dim={dim} is out of range for tree{structure.paths()[place]} of shape {tuple(x.shape)}")
+    if sizes is None:
+        return x.tensor_split(number, dim)
+    if sum(sizes) != x.shape[dim]:
+        raise ValueError(
+            f"{function}: sizes={tuple(sizes)} add up to {sum(sizes)}, but tree{structure.paths()[place]} of shape "
+            f"{tuple(x.shape)} has {x.shape[dim]} along dim {dim}"
+        )
+    return x.split_with_sizes(list(sizes), dim)
