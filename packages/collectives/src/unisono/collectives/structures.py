@@ -94,7 +94,7 @@ def _foreign(node: Any) -> bool:
         return False
     if isinstance(node, tuple):
         return not pytree.is_namedtuple_instance(node)
-    return isinstance(node, dict | list | UserDict) or (is_dataclass(node) and not isinstance(node, type))
+    return isinstance(node, (dict, list, UserDict)) or (is_dataclass(node) and not isinstance(node, type))
 
 
 def _contents(node: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.dataparallel.copying import Copies
+from unisono.dataparallel.copying import add_up, spread
 from unisono.dataparallel.devices import Device, full_device, full_devices
 
 BUCKET_BYTES = 10 * 2**20
@@ -35,22 +35,19 @@ def broadcast(tensors: Sequence[Tensor], devices: Sequence[Device], *, bucket_by
     _check_tensors("broadcast", "tensors", tensors)
     _check_bytes("broadcast", bucket_bytes)
     results: list[list[Any]] = [[None] * len(tensors) for _ in targets]
-    copies = Copies()
-    arriving = []
     for bucket in _fill([(x.device, x.dtype, _wants_gradient(x)) for x in tensors], tensors, bucket_bytes):
-        source = tensors[bucket[0]].device
-        flat = None
+        parts = [tensors[place] for place in bucket]
+        source = parts[0].device
+        others = [target for target in targets if target != source]
+        if len(bucket) == 1:
+            travelled = iter([copy] for copy in spread(parts[0], others))
+        else:
+            buffers = spread(_flatten(parts), others) if others else []
+            travelled = iter(_unflatten(buffer, parts) for buffer in buffers)
         for result, target in zip(results, targets, strict=True):
-            if len(bucket) == 1 or target == source or (source.type == target.type == "cpu"):
-                for place in bucket:
-                    result[place] = copies.start(tensors[place], target) if target != source else tensors[place].clone()
-                continue
-            flat = _flatten([tensors[place] for place in bucket]) if flat is None else flat
-            arriving.append((result, bucket, copies.start(flat, target)))
-    copies.join()
-    for result, bucket, buffer in arriving:
-        for place, part in zip(bucket, _unflatten(buffer, [tensors[place] for place in bucket]), strict=True):
-            result[place] = part
+            copies = [x.clone() for x in parts] if target == source else next(travelled)
+            for place, copy in zip(bucket, copies, strict=True):
+                result[place] = copy
     return results
 
 
@@ -75,16 +72,12 @@ def reduce_add(rows: Sequence[Sequence[Tensor]], device: Device, *, bucket_bytes
         for k, x in enumerate(rows[0])
     ]
     for bucket in _fill(keys, rows[0], bucket_bytes):
-        copies = Copies()
-        columns = [[row[place] for place in bucket] for row in rows]
-        whole = len(bucket) > 1 and not all(_near(row[0].device, target) for row in columns)
-        if whole:
-            columns = [[_flatten(row)] for row in columns]
-        columns = [[copies.start(x, target) for x in row] for row in columns]
-        copies.join()
-        totals = [_add(column) for column in zip(*columns, strict=True)]
-        if whole:
-            totals = _unflatten(totals[0], [rows[0][place] for place in bucket])
+        columns = [[row[place] for row in rows] for place in bucket]
+        if len(bucket) == 1 or all(x.device == target for x in columns[0]):
+            totals = [add_up(column, target) for column in columns]
+        else:
+            buffers = [_flatten(parts) for parts in zip(*columns, strict=True)]
+            totals = _unflatten(add_up(buffers, target), [column[0] for column in columns])
         for place, total in zip(bucket, totals, strict=True):
             results[place] = total
     return results
@@ -115,19 +108,6 @@ def _unflatten(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts = [part.view(x.shape) for part, x in zip(buffer.split([x.numel() for x in like]), like, strict=True)]
     # without a graph, each with a version of its own: a change of one is none of the others
     return parts if buffer.requires_grad else [part.data for part in parts]
-
-
-def _add(column: Sequence[Tensor]) -> Tensor:
-    if len(column) == 1:
-        return column[0].clone()
-    total = column[0] + column[1]
-    for x in column[2:]:
-        total = total + x if torch.is_grad_enabled() else total.add_(x)
-    return total
-
-
-def _near(device: torch.device, target: torch.device) -> bool:
-    return device == target or device.type == target.type == "cpu"
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:

@@ -7,13 +7,14 @@ order travel the same way back; autograd itself orders the streams of a backward
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.dataparallel.devices import is_accelerator
+from unisono.dataparallel.devices import is_accelerator, on_stream
 
 _CPU = torch.device("cpu")
 _streams: dict[torch.device, torch.Stream | None] = {}  # by full device; None where a device has no streams
@@ -37,13 +38,15 @@ class Copies:
             return x
         if source == _CPU and (stream := copy_stream(device)) is not None:
             staged = _pinned(x)
-            with stream:
+            with on_stream(stream):
                 y = staged.to(device, non_blocking=True)
             self._arriving.append((y, stream))
             return y
         if device == _CPU and (stream := copy_stream(source)) is not None:
             stream.wait_stream(torch.accelerator.current_stream(source))  # whatever computes x
-            with stream:
+            if x.is_leaf and x.requires_grad:
+                x = x.view_as(x)  # its gradient is to be accumulated on the stream of here, not on that of the copy
+            with on_stream(stream):
                 y = x.to(device, non_blocking=True)  # into pinned memory
             x.record_stream(stream)  # its memory is not to be given away before
             self._leaving[stream] = None
@@ -68,6 +71,45 @@ def copy_all(pairs: Iterable[tuple[Tensor, torch.device]]) -> list[Tensor]:
     arrived = [copies.start(x, device) for x, device in pairs]
     copies.join()
     return arrived
+
+
+def spread(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """`x` on each of `devices`: itself where it is, else a copy.
+
+    Backward: the sum of the gradients in the order of `devices`. Autograd alone would add them as they come, and the last
+    digits would change from run to run.
+    """
+    recording = x.requires_grad and torch.is_grad_enabled()
+    if len(devices) < 2 or not recording or torch._C._are_functorch_transforms_active():
+        return copy_all((x, device) for device in devices)
+    return copy_all(zip(_Fork.apply(x, len(devices)), devices, strict=True))
+
+
+def add_up(xs: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of `xs` on `device`, in their order: a new tensor."""
+    arrived = copy_all((x, device) for x in xs)
+    if len(arrived) == 1:
+        return arrived[0].clone() if arrived[0] is xs[0] else arrived[0]
+    total = arrived[0] + arrived[1]
+    for x in arrived[2:]:
+        total = total + x if torch.is_grad_enabled() else total.add_(x)
+    return total
+
+
+class _Fork(torch.autograd.Function):
+    """Several names for one tensor. Each is copied by itself, so that every device's gradient comes home on its own stream;
+    here, at home, they are added in order.
+
+    Backward: the sum, which is differentiable itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for _ in range(number))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return add_up(gradients, gradients[0].device), None
 
 
 def copy_stream(device: torch.device) -> torch.Stream | None:

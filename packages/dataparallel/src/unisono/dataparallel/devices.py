@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -31,8 +32,21 @@ def is_accelerator(device: torch.device) -> bool:
 
 def full_devices(function: str, devices: Sequence[Device]) -> list[torch.device]:
     """At least one; the same device may stand there several times."""
-    if isinstance(devices, str | int | torch.device) or not len(devices):
+    if isinstance(devices, (str, int, torch.device)) or not len(devices):
         raise ValueError(
             f"{function}: devices={devices!r} must be a sequence of at least one device, ['cuda:0', 'cuda:1'] for instance"
         )
     return [full_device(function, "devices", device) for device in devices]
+
+
+@contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Makes `stream`, and its device, the current one. Unlike `with stream:`, which remembers in the stream what to go back
+    to, for several threads at a time."""
+    with torch.accelerator.device_index(stream.device.index):
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)

@@ -11,7 +11,7 @@ from torch import Tensor
 from unisono.collectives.structures import Structure, flatten
 from unisono.dataparallel.copying import Copies
 from unisono.dataparallel.devices import Device, full_device
-from unisono.dataparallel.scattering import Replicate, start
+from unisono.dataparallel.scattering import Replicate, move, start
 
 Tree = TypeVar("Tree")
 
@@ -56,7 +56,7 @@ def _move(column: Sequence[Any], target: torch.device, copies: Copies, structure
         found = ", ".join(type(leaf).__name__ for leaf in column)
         raise TypeError(f"gather: trees: {_name(structure, place)} is {found}, tree by tree; it must be of one kind in all")
     if Replicate in kinds:
-        return [Replicate(start(column[0], target, copies))]
+        return [Replicate(move(column[0].value, target, copies))]
     return [start(leaf, target, copies) for leaf in column]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives.structures import Structure, flatten
-from unisono.dataparallel.copying import Copies
+from unisono.dataparallel.copying import Copies, spread
 from unisono.dataparallel.devices import Device, full_devices
 
 T = TypeVar("T")
@@ -61,38 +61,50 @@ def split(
     leaves, structure = flatten(tree)
     if sizes is not None and (len(sizes) != len(devices) or min(sizes) < 0):
         raise ValueError(f"{function}: sizes={tuple(sizes)} must have one length for each of {len(devices)} devices")
-    columns: list[Sequence[Any] | None] = []  # the parts of each leaf; None if every device gets all of it
+    columns: list[Sequence[Any]] = []  # of each leaf, what every device gets
     rows: list[int] | None = None
     for place, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or (leaf.ndim == 0 and leaf.layout == torch.strided):
-            columns.append(None)
-            if hasattr(leaf, "__array__") and not isinstance(leaf, Tensor):
-                raise TypeError(
-                    f"{function}: tree{structure.paths()[place]} is a {type(leaf).__name__}, which cannot be split; "
-                    "make it a tensor (torch.as_tensor), or wrap it in Replicate to give every device all of it"
-                )
-            continue
-        parts = _divide(function, leaf, len(devices), dim, sizes, structure, place)
-        lengths = [part.shape[dim] for part in parts]
-        rows = lengths if rows is None else list(map(max, rows, lengths))
-        columns.append(parts)
+        if isinstance(leaf, Tensor) and (leaf.ndim or leaf.layout != torch.strided):
+            parts = _divide(function, leaf, len(devices), dim, sizes, structure, place)
+            lengths = [part.shape[dim] for part in parts]
+            rows = lengths if rows is None else list(map(max, rows, lengths))
+            columns.append(parts)
+        elif hasattr(leaf, "__array__") and not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{function}: tree{structure.paths()[place]} is a {type(leaf).__name__}, which cannot be split; "
+                "make it a tensor (torch.as_tensor), or wrap it in Replicate to give every device all of it"
+            )
+        else:
+            columns.append(_repeat(leaf, devices))
     copies = Copies()
-    trees = []
-    for number, device in enumerate(devices):
-        row = [leaf if column is None else column[number] for leaf, column in zip(leaves, columns, strict=True)]
-        trees.append(structure.rebuild([start(leaf, device, copies) for leaf in row]))
+    trees = [structure.rebuild([start(column[k], device, copies) for column in columns]) for k, device in enumerate(devices)]
     copies.join()
     return trees, rows
 
 
 def start(leaf: Any, device: torch.device, copies: Copies) -> Any:
-    """`leaf` on `device`, once `copies` are joined; unwrapped, if it was to be replicated."""
+    """`leaf` on `device`, once `copies` are joined."""
+    return copies.start(leaf, device) if isinstance(leaf, Tensor) else leaf
+
+
+def move(tree: Any, device: torch.device, copies: Copies) -> Any:
+    """`tree` on `device`, once `copies` are joined; what stands in Replicate as if it did not."""
+    leaves, structure = flatten(tree)
+    inner = (
+        move(leaf.value, device, copies) if isinstance(leaf, Replicate) else start(leaf, device, copies) for leaf in leaves
+    )
+    return structure.rebuild(list(inner))
+
+
+def _repeat(leaf: Any, devices: Sequence[torch.device]) -> Sequence[Any]:
+    """All of `leaf` for every device."""
     if isinstance(leaf, Tensor):
-        return copies.start(leaf, device)
-    if isinstance(leaf, Replicate):
-        leaves, structure = flatten(leaf.value)
-        return structure.rebuild([start(inner, device, copies) for inner in leaves])
-    return leaf
+        return spread(leaf, devices)
+    if not isinstance(leaf, Replicate):
+        return [leaf] * len(devices)
+    leaves, structure = flatten(leaf.value)
+    columns = [_repeat(inner, devices) for inner in leaves]
+    return [structure.rebuild([column[k] for column in columns]) for k in range(len(devices))]
 
 
 def _divide(

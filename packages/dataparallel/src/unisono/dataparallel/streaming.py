@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.collectives.structures import flatten
 from unisono.dataparallel.copying import Copies
 from unisono.dataparallel.replicas import Replicas
-from unisono.dataparallel.scattering import start
+from unisono.dataparallel.scattering import move
 from unisono.dataparallel.surroundings import Surroundings, threads_can_follow
 
 
@@ -87,14 +86,14 @@ def _submit(
     number: int,
 ) -> Future[Any]:
     copies = Copies()
-    moved = _move(batch, device, copies)
+    moved = move(batch, device, copies)
 
     def work() -> Any:
         copies.join()
         with torch.no_grad():
             result = replicas.call(i, lambda module: _call(module, moved))
             leaving = Copies()
-            moved_result = _move(result, output, leaving)
+            moved_result = move(result, output, leaving)
             leaving.join()
         return moved_result
 
@@ -112,11 +111,6 @@ def _call(module: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(*batch) if isinstance(batch, tuple | list) else module(batch)
-
-
-def _move(tree: Any, device: torch.device, copies: Copies) -> Any:
-    leaves, structure = flatten(tree)
-    return structure.rebuild([start(leaf, device, copies) for leaf in leaves])
 
 
 def _next(waiting: deque[Future[Any]], bar: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 
-from unisono.dataparallel.devices import is_accelerator
+from unisono.dataparallel.devices import is_accelerator, on_stream
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Surroundings:
         self._function = _get_current_function_mode_stack()
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._variables = contextvars.copy_context()
-        self._streams = {device: current_stream(device) for device in devices}
+        self._streams = {d: torch.accelerator.current_stream(d) for d in devices if is_accelerator(d)}
 
     def run(self, fn: Callable[[], T], device: torch.device) -> T:
         """fn() in these surroundings, with `device` as the current one. Call it in a thread that has no modes of its own."""
@@ -54,9 +54,9 @@ class Surroundings:
     @contextmanager
     def _entered(self, device: torch.device) -> Iterator[None]:
         with ExitStack() as stack:
-            for other, stream in self._streams.items():
-                stack.enter_context(current(other, stream))
-            stack.enter_context(current(device))  # last: of all these, it is the current one
+            for stream in self._streams.values():
+                stack.enter_context(on_stream(stream))
+            stack.enter_context(current(device))  # last: entering a stream changes the device, too
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, (enabled, dtype) in self._autocast.items():
@@ -78,14 +78,6 @@ def threads_can_follow() -> bool:
     return not torch._C._are_functorch_transforms_active() and torch._C._len_torch_dispatch_stack() == 0
 
 
-def current(device: torch.device, stream: torch.Stream | None = None) -> AbstractContextManager[object]:
-    """Makes `device` the current one, and `stream` (or the current one) its current stream."""
-    if torch.compiler.is_compiling():
-        return nullcontext()
-    stream = stream or current_stream(device)
-    return nullcontext() if stream is None else stream
-
-
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """None where a device has no streams."""
-    return torch.accelerator.current_stream(device) if is_accelerator(device) else None
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes `device` the current one of its kind; there is but one CPU."""
+    return torch.accelerator.device_index(device.index) if is_accelerator(device) else nullcontext()

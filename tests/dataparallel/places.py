@@ -1,0 +1,13 @@
+"""Where the tests of one process run: on CPU replicas, and on the devices of tests/dataparallel/pretend_device."""
+
+import pytest
+import torch
+
+KINDS = ["cpu", "pretend"]
+
+
+def devices_of(kind: str, request: pytest.FixtureRequest, number: int = 4) -> list[torch.device]:
+    if kind == "cpu":
+        return [torch.device("cpu")] * number
+    request.getfixturevalue("pretend")
+    return [torch.device("pretend", index) for index in range(number)]

@@ -1,0 +1,270 @@
+"""scatter and gather: of anything, without loss, and each other's adjoint."""
+
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import gradcheck, gradgradcheck
+
+from tests.dataparallel.places import KINDS, devices_of
+from unisono.dataparallel import Replicate, gather, scatter
+
+CPUS = ["cpu"] * 4
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+class Named(NamedTuple):
+    x: Tensor
+    flag: bool
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    name: str
+    more: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    inner: list[Any] = field(default_factory=list)
+
+
+class Table(dict):  # of somebody's library: pytree takes it for a leaf
+    source = "here"
+
+
+class Row(list):
+    pass
+
+
+class Point(tuple):
+    pass
+
+
+def trees() -> list[Any]:
+    x, y = torch.arange(18).view(9, 2), torch.arange(2.0)
+    return [
+        x,
+        {"x": x, "y": y},
+        OrderedDict(b=x, a=[y, (x, None)]),
+        defaultdict(list, x=x, n=3),
+        Pair(x, y),
+        Named(x, True),
+        Batch(x, "train", {"deep": [y, Batch(y, "inner")]}),
+        Frozen(x, [y, "text"]),
+        UserDict(input_ids=x, mask=y),
+        Table(x=x, nested=Table(y=y)),
+        Row([x, y, 1.5]),
+        Point((x, y)),
+        deque([x, y]),
+        [x, 3, "a", None, 2.5, True, torch.tensor(7.0), {"empty": {}}, ()],
+    ]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict | UserDict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(same, one, other))
+    return same(vars(one), vars(other)) if isinstance(one, Batch | Frozen) else one == other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", range(len(trees())), ids=[type(tree).__name__ for tree in trees()])
+def test_gather_gives_back_what_scatter_took_apart(number, kind, request):
+    """But for tensors without dimensions, which go to every device and come back as a vector."""
+    devices, tree = devices_of(kind, request), trees()[number]
+    parts = scatter(tree, devices)
+    assert len(parts) == 4 and all(type(part) is type(tree) for part in parts)
+    back = gather(parts, "cpu")
+    if isinstance(tree, list) and len(tree) == 9:
+        assert torch.equal(back[6].cpu(), torch.full((4,), 7.0))
+        back[6] = tree[6]
+    assert same(tree, back)
+    if isinstance(tree, Table):
+        assert back.source == "here"
+
+
+def test_transformers_types():
+    pytest.importorskip("transformers")
+    from transformers import BatchEncoding
+    from transformers.modeling_outputs import SequenceClassifierOutput
+
+    parts = scatter(BatchEncoding({"input_ids": torch.arange(5), "n": 1}), CPUS[:2])
+    assert [type(part) for part in parts] == [BatchEncoding] * 2 and parts[1]["input_ids"].tolist() == [3, 4]
+    outputs = [SequenceClassifierOutput(loss=torch.tensor(k + 0.5), logits=torch.full((2 + k, 3), k)) for k in range(2)]
+    whole = gather(outputs, "cpu")
+    assert type(whole) is SequenceClassifierOutput and whole.hidden_states is None
+    assert whole.logits.shape == (5, 3) and whole["loss"].tolist() == [0.5, 1.5]
+
+
+@given(
+    rows=st.integers(0, 9),
+    number=st.integers(1, 5),
+    dim=st.sampled_from([0, 1, 2, -1, -2, -3]),
+    dtype=st.sampled_from([torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16]),
+    strided=st.booleans(),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_split_is_lossless(rows, number, dim, dtype, strided, data):
+    shape = [2, 3, 2]
+    shape[dim] = rows
+    x = torch.randint(0, 2, shape).to(dtype)
+    x = x.transpose(0, 2).contiguous().transpose(0, 2) if strided else x
+    cuts = sorted(data.draw(st.lists(st.integers(0, rows), min_size=number - 1, max_size=number - 1)))
+    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)] if data.draw(st.booleans()) else None
+    parts = scatter({"x": x}, ["cpu"] * number, dim=dim, sizes=sizes)
+    lengths = [part["x"].shape[dim] for part in parts]
+    assert len(parts) == number and lengths == (sizes or [rows // number + (k < rows % number) for k in range(number)])
+    assert torch.equal(gather(parts, "cpu", dim=dim)["x"], x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scatter_and_gather_are_adjoint(kind, request):
+    """<gather(y), x> = <y, scatter(x)>, and the gradient of one is the other."""
+    devices = devices_of(kind, request)
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    ys = [
+        torch.randn(3, size, dtype=torch.float64, device=d, requires_grad=True)
+        for size, d in zip((3, 0, 1, 2), devices, strict=True)
+    ]
+    parts = scatter(x, devices, dim=-1, sizes=(3, 0, 1, 2))
+    whole = gather(ys, "cpu", dim=-1)
+    inner = sum((y.detach().cpu() * part.detach().cpu()).sum() for y, part in zip(ys, parts, strict=True))
+    torch.testing.assert_close((whole * x).sum(), inner)
+    (gradient,) = torch.autograd.grad(parts, [x], [y.detach() for y in ys])
+    torch.testing.assert_close(gradient, whole.detach())
+    for slice_, part in zip(torch.autograd.grad(whole, ys, x.detach()), parts, strict=True):
+        assert slice_.device == part.device
+        torch.testing.assert_close(slice_, part.detach())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_of_first_and_second_order(kind, request):
+    devices = devices_of(kind, request)
+
+    def there_and_back(x: Tensor, scale: Tensor) -> Tensor:
+        parts = scatter({"x": x, "scale": scale, "whole": Replicate(x)}, devices, dim=1)
+        outputs = [part["x"].sin() * part["scale"] ** 2 + part["whole"].sum() for part in parts]
+        return gather(outputs, "cpu", dim=1)
+
+    x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(there_and_back, (x, scale))
+    assert gradgradcheck(there_and_back, (x, scale))
+
+
+def test_integers_and_constants_take_no_part_in_the_graph():
+    x = torch.ones(4, requires_grad=True)
+    parts = scatter({"x": x, "n": torch.arange(4), "c": torch.ones(4)}, CPUS[:2])
+    assert parts[0]["x"].requires_grad and not parts[0]["n"].requires_grad and not parts[1]["c"].requires_grad
+    whole = gather(parts, "cpu")
+    assert whole["x"].requires_grad and not whole["n"].requires_grad and not whole["c"].requires_grad
+
+
+def test_what_stays_on_its_device_is_not_copied_and_results_are_new():
+    x = torch.arange(6.0)
+    first, second = scatter(x, CPUS[:2])
+    assert first.data_ptr() == x.data_ptr() and second.data_ptr() == x[3:].data_ptr()
+    assert gather([x], "cpu").data_ptr() != x.data_ptr()
+
+
+def test_replicate_goes_everywhere_whole_and_comes_back_once():
+    x, table = torch.arange(4), torch.randn(3)
+    parts = scatter((x, Replicate({"table": table, "names": ["a"]})), CPUS[:2])
+    assert all(torch.equal(part[1]["table"], table) and part[1]["names"] == ["a"] for part in parts)
+    back = gather([(part[0], Replicate(part[1])) for part in parts], "cpu")
+    assert same(back, (x, {"table": table, "names": ["a"]}))
+    assert scatter(Replicate(np.arange(3)), CPUS[:1])[0].tolist() == [0, 1, 2]
+
+
+def test_values_that_differ_are_all_kept():
+    assert gather([{"n": 1, "s": "a"}, {"n": 2, "s": "a"}], "cpu") == {"n": [1, 2], "s": "a"}
+    one, other = object(), object()
+    assert gather([one, other], "cpu") == [one, other] and gather([one, one], "cpu") is one
+    assert gather([1, True], "cpu") == [1, True]  # equal, but not the same
+    arrays = gather([np.ones(2), np.ones(2)], "cpu")
+    assert isinstance(arrays, list) and len(arrays) == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: scatter(torch.ones(3), []), ValueError, ["scatter", "devices=[]"]),
+        (lambda: scatter(torch.ones(3), "cpu"), ValueError, ["scatter", "devices='cpu'", "sequence"]),
+        (lambda: scatter(torch.ones(3), ["gpu"]), ValueError, ["scatter", "devices='gpu'"]),
+        (lambda: scatter(torch.ones(3), ["cpu"], dim=1), ValueError, ["scatter", "dim=1", "(3,)"]),
+        (lambda: scatter({"a": [torch.ones(3)]}, CPUS, dim=-2), ValueError, ["dim=-2", "tree['a'][0]"]),
+        (lambda: scatter(torch.ones(3), CPUS, sizes=[1, 2]), ValueError, ["sizes=(1, 2)", "4 devices"]),
+        (lambda: scatter(torch.ones(3), CPUS[:2], sizes=[1, 1]), ValueError, ["sizes=(1, 1)", "add up to 2", "has 3"]),
+        (lambda: scatter(torch.ones(3), CPUS[:2], sizes=[4, -1]), ValueError, ["sizes=(4, -1)"]),
+        (lambda: scatter({"a": np.ones(3)}, CPUS), TypeError, ["tree['a']", "ndarray", "Replicate", "as_tensor"]),
+        (lambda: scatter(Batch(torch.ones(3).to_sparse(), ""), CPUS), TypeError, ["tree['x']", "sparse", "Replicate"]),
+        (lambda: gather([], "cpu"), ValueError, ["gather", "trees=[]"]),
+        (lambda: gather([torch.ones(1)], "gpu"), ValueError, ["gather", "device='gpu'"]),
+        (lambda: gather([{"a": 1}, {"b": 1}], "cpu"), ValueError, ["gather", "tree 1", "'b'", "'a'"]),
+        (lambda: gather([[None], [torch.ones(1)]], "cpu"), TypeError, ["gather", "[0]", "NoneType, Tensor"]),
+        (lambda: gather([torch.ones(1, 2), torch.ones(1, 3)], "cpu"), ValueError, ["gather", "(1, 2), (1, 3)", "dim=0"]),
+        (lambda: gather([torch.ones(1), torch.ones(1).int()], "cpu"), ValueError, ["gather", "torch.float32, torch.int32"]),
+        (lambda: gather([torch.ones(1), torch.tensor(1.0)], "cpu"), ValueError, ["gather", "(1,), ()"]),
+    ],
+)
+def test_bad_input_is_refused_by_name(call, error, words):
+    with pytest.raises(error) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_more_copies_than_there_are_parts(kind, request):
+    devices = devices_of(kind, request)
+    tree = {"x": torch.randn(8, 3), "y": torch.arange(8), "z": torch.randn(2, 8).T}
+    parts = scatter(tree, devices)
+    if kind == "pretend":
+        pretend = request.getfixturevalue("pretend")
+        assert pretend.counters()["h2d"] == 12 and pretend.counters()["d2d"] == 0
+        pretend.reset_counters()
+        gather(parts, devices[1])
+        assert pretend.counters()["d2d"] == 9 and pretend.counters()["d2h"] == 0
+        pretend.reset_counters()
+        assert same(gather(parts, "cpu"), tree) and pretend.counters()["d2h"] == 12
+
+
+def test_placement_on_cuda_without_cuda():
+    """Fake tensors know their devices: every part is where it belongs, and so is what comes back."""
+    devices = [f"cuda:{k}" for k in range(4)]
+    with FakeTensorMode():
+        x = torch.empty(9, 2)
+        parts = scatter({"x": x, "n": torch.tensor(1)}, devices)
+        assert [str(part["x"].device) for part in parts] == devices == [str(part["n"].device) for part in parts]
+        assert [part["x"].shape[0] for part in parts] == [3, 2, 2, 2]
+        whole = gather([part["x"] * part["n"] for part in parts], "cuda:2")
+        assert str(whole.device) == "cuda:2" and whole.shape == (9, 2)
+        assert gather(parts, torch.device("cpu"))["x"].device.type == "cpu"
+        assert str(scatter(x, ["cuda"])[0].device) == "cuda:0"
+
+
+def test_compiles_without_a_graph_break():
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(x: Tensor, w: Tensor) -> dict[str, Tensor]:
+        parts = scatter({"x": x, "w": Replicate(w)}, CPUS[:3])
+        return gather([{"y": part["x"] @ part["w"], "n": 3} for part in parts], "cpu")
+
+    x, w = torch.randn(7, 3, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    y = run(x, w)
+    torch.testing.assert_close(y["y"], x @ w)
+    torch.testing.assert_close(torch.autograd.grad(y["y"].sum(), w)[0], x.sum(0)[:, None].expand(3, 2))
