@@ -89,6 +89,14 @@ def all_reduce(x: Tensor, pg: ProcessGroup) -> Tensor:
     return out
 
 
+def start_all_reduce(x: Tensor, pg: ProcessGroup) -> dist.Work:
+    """Start to replace dense `x`, in place, by its sum over the ranks. It belongs to the wire until the work is waited for."""
+    work = dist.all_reduce(x, group=pg, async_op=True)
+    if work is None:
+        raise RuntimeError(f"all_reduce: this rank is not in group {pg.group_name!r}")
+    return work
+
+
 def broadcast(x: Tensor, root: int, pg: ProcessGroup) -> Tensor:
     out = x.clone() if pg.rank() == root else torch.empty_like(x)
     if out.numel():

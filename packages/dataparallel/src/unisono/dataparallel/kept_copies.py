@@ -37,9 +37,12 @@ class KeptCopies:
             self._marks = {key: self._mark(x) for key, x in self._originals.items()}
         return {id(x): self._copies.get(id(x), x) for x in tensors}
 
-    def changed(self, x: Tensor) -> Tensor | None:
-        """The copy of `x`, if somebody has written to it."""
-        return self._copies[id(x)] if self._marks[id(x)] != self._mark(x) else None
+    def changed(self, x: Tensor) -> bool:
+        """Whether somebody has written to the copy of `x`, as far as torch knows."""
+        return self._marks[id(x)] != self._mark(x)
+
+    def forget(self) -> None:
+        self._originals, self._copies, self._marks = {}, {}, {}
 
     def _mark(self, x: Tensor) -> tuple[object, ...]:
         """Another one whenever the original or the copy was written to, or the original was given other memory."""

@@ -47,23 +47,22 @@ class Replicas:
         return self._skeletons[i].call(self._tensors[i], fn)
 
     def release(self) -> None:
-        """Let go of the tensors that belong to one call's graph."""
+        """Let go of the tensors that belong to one call's graph, and of buffers that the call may have changed unsaid."""
         self._tensors = {}
+        if any(part.training for part in self._module.modules()):
+            for buffers in self._buffers:
+                buffers.forget()
 
     @torch.no_grad()
     def take_back_buffers(self, rows: Mapping[int, int]) -> None:
         """Write what the replicas changed in their buffers into the module's: their mean, weighted by `rows`; the first
         one's, where there is no mean."""
-        for buffer in self._module.buffers():
-            changed = {i: copy for i in rows if (copy := self._buffers[i].changed(buffer)) is not None}
-            if not changed:
-                continue
-            first, total = next(iter(changed.values())), sum(rows[i] for i in changed)
-            if len(changed) == 1 or not (first.is_floating_point() or first.is_complex()):
-                buffer.copy_(first)
-            else:
-                shares = [copy.to(buffer.device) * (rows[i] / total) for i, copy in changed.items()]
-                buffer.copy_(torch.stack(shares).sum(0))
+        for part in self._module.modules():
+            buffers = [x for x in part._buffers.values() if x is not None]
+            # torch's batch_norm does not say that it writes to the running statistics, but to their count it does
+            if any(self._buffers[i].changed(x) for i in rows for x in buffers):
+                for buffer in buffers:
+                    _take_mean(buffer, {i: self._tensors[i][id(buffer)] for i in rows}, rows)
 
     def _spread(self, tensors: Sequence[Tensor], targets: Sequence[torch.device]) -> dict[torch.device, dict[int, Tensor]]:
         """Copies with gradients, by device and by the id of the original; the original where it is there already."""
@@ -76,3 +75,13 @@ class Replicas:
             ):
                 found[target] |= {id(x): copy for x, copy in zip(here, row, strict=True)}
         return found
+
+
+def _take_mean(buffer: Tensor, copies: Mapping[int, Tensor], rows: Mapping[int, int]) -> None:
+    first, *others = (copy.to(buffer.device) for copy in copies.values())
+    if others and (first.is_floating_point() or first.is_complex()):
+        total = sum(rows.values())
+        weights = [rows[i] / total for i in copies][1:]
+        # by differences: the mean of equal values is that value, to the bit
+        first = first + sum((weight * (x - first) for weight, x in zip(weights, others, strict=True)), torch.zeros_like(first))
+    buffer.copy_(first)

@@ -1,0 +1,166 @@
+"""Gradients travel in flat buckets: one all_reduce for many of them, in the order in which backward makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from unisono.collectives.wire import start_all_reduce
+
+_MANY_SMALL = 2**15  # elements: below, on average, one call for all gradients of a bucket beats a scaling copy of each
+_WORTH_NO_COPY = 2**14  # elements
+
+
+class Spec(NamedTuple):
+    """What a gradient looks like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def fits(self, grad: Tensor, *, layout: torch.layout = torch.strided) -> bool:
+        """Whether `grad` is one; with the default layout it can be copied into a bucket and back."""
+        return grad.dtype is self.dtype and grad.layout is layout and grad.shape == self.shape and grad.device == self.device
+
+
+class Buffers:
+    """Flat memory, kept from call to call: fresh pages cost more than the copy into them."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
+
+    def take(self, device: torch.device, dtype: torch.dtype, slot: int, numel: int) -> Tensor:
+        """At least `numel` elements; the same memory for the same `slot`."""
+        found = self.kept.get((device, dtype, slot))
+        if found is None or found.numel() < numel:
+            found = self.kept[device, dtype, slot] = torch.empty(numel, dtype=dtype, device=device)
+        return found
+
+
+class Bucket:
+    """Some gradients of one device and dtype, side by side.
+
+    `members`: their places in `specs`. Fill it, start it, wait for it; then `views` holds the sums over the ranks.
+    """
+
+    def __init__(self, members: Sequence[int], specs: Sequence[Spec], buffers: Buffers, slot: int, at_least: int) -> None:
+        self.members = tuple(members)
+        self.shapes = [specs[member].shape for member in members]
+        self.sizes = [shape.numel() for shape in self.shapes]
+        self.numel = sum(self.sizes)
+        _, self.dtype, self.device = specs[members[0]]
+        self._buffers, self._slot, self._at_least = buffers, slot, at_least
+        self._own_views: list[Tensor] = []
+        self._own_wire: Tensor | None = None
+        self._wire: Tensor | None = None
+        self._work: torch.distributed.Work | None = None
+        self.views: list[Tensor] = []
+        self.in_place = False
+
+    def fill(self, grads: Sequence[Tensor | None], scale: float, *, in_place: bool) -> None:
+        """Take `scale` times the gradients, zeros where there is none.
+
+        With `in_place`, a single large gradient is scaled and reduced where it is, without a copy, if its memory allows.
+        """
+        first = grads[0]
+        self.in_place = in_place and len(grads) == 1 and first is not None and _may_travel_itself(first)
+        if self.in_place and first is not None:
+            self.views, self._wire = [first], _real(first)
+            if scale != 1:
+                self._wire.mul_(scale)
+            return
+        self._wire = self._settle()
+        self.views = self._own_views
+        present = [grad for grad in grads if grad is not None]
+        views = self.views
+        if len(present) < len(grads):
+            torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
+            views = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+        one_by_one = self.device.type == "cpu" and self.numel >= _MANY_SMALL * len(grads) and not self.dtype.is_complex
+        if one_by_one and scale != 1:
+            for view, grad in zip(views, present, strict=True):
+                torch.mul(grad, scale, out=view)
+        elif present:
+            torch._foreach_copy_(views, present)
+            if scale != 1:
+                self._wire.mul_(scale)
+
+    def start(self, pg: ProcessGroup) -> None:
+        if self._wire is not None and self.numel:
+            self._work = start_all_reduce(self._wire, pg)
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+    def _settle(self) -> Tensor:
+        """The memory is taken when first needed: what travels in place needs none."""
+        if self._own_wire is None:
+            flat = self._buffers.take(self.device, self.dtype, self._slot, max(self.numel, self._at_least))[: self.numel]
+            parts = flat.split_with_sizes(self.sizes)
+            self._own_views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+            self._own_wire = _real(flat)
+        return self._own_wire
+
+
+def plan_buckets(specs: Sequence[Spec], members: Collection[int], bucket_bytes: int) -> list[list[int]]:
+    """Which of the `members` share a bucket, in the order in which the buckets become complete.
+
+    Backward makes the gradients of the last parameters first. A bucket has one device and one dtype and at most
+    `bucket_bytes`, unless a single gradient is larger.
+    """
+    filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    used: dict[tuple[torch.device, torch.dtype], int] = {}
+    full: list[list[int]] = []
+    for member in sorted(members, reverse=True):
+        spec = specs[member]
+        key = spec.device, spec.dtype
+        if key in filling and used[key] + spec.nbytes > bucket_bytes:
+            full.append(filling.pop(key))
+            used[key] = 0
+        filling.setdefault(key, []).append(member)
+        used[key] = used.get(key, 0) + spec.nbytes
+    return sorted([*full, *filling.values()], key=lambda bucket: -bucket[-1])
+
+
+def make_buckets(
+    specs: Sequence[Spec], members: Collection[int], bucket_bytes: int, buffers: Buffers, slots: int | None
+) -> list[Bucket]:
+    """The buckets of `plan_buckets`, which take turns in `slots` pieces of memory, or have one each for slots=None."""
+    totals: dict[tuple[torch.device, torch.dtype], int] = {}
+    for member in members:
+        _, dtype, device = specs[member]
+        totals[device, dtype] = totals.get((device, dtype), 0) + specs[member].nbytes
+    buckets = []
+    for place, bucket in enumerate(plan_buckets(specs, members, bucket_bytes)):
+        slot = place % slots if slots else place
+        room = min(totals[specs[bucket[0]].device, specs[bucket[0]].dtype], bucket_bytes)
+        if sum(specs[member].nbytes for member in bucket) > room:
+            slot = -1 - slot  # memory of its own kind: the others are of one size, so that none outgrows what another left
+        buckets.append(Bucket(bucket, specs, buffers, slot, room // specs[bucket[0]].dtype.itemsize))
+    return buckets
+
+
+def _may_travel_itself(grad: Tensor) -> bool:
+    """Large, in the order of elements that all ranks share, and all of its memory its own."""
+    return (
+        grad.numel() >= _WORTH_NO_COPY
+        and grad.is_contiguous()
+        and not grad.is_conj()
+        and not grad.is_neg()
+        and grad.untyped_storage().nbytes() == grad.numel() * grad.dtype.itemsize
+    )
+
+
+def _real(x: Tensor) -> Tensor:
+    """Backends add real numbers."""
+    return torch.view_as_real(x) if x.is_complex() else x
