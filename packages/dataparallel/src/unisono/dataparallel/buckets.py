@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from unisono.collectives.wire import start_all_reduce
 
 _MANY_SMALL = 2**15  # elements: below, on average, one call for all gradients of a bucket beats a scaling copy of each
+_FIRST = 2**20  # bytes
 _WORTH_NO_COPY = 2**14  # elements
 
 
@@ -116,19 +117,21 @@ def plan_buckets(specs: Sequence[Spec], members: Collection[int], bucket_bytes: 
     """Which of the `members` share a bucket, in the order in which the buckets become complete.
 
     Backward makes the gradients of the last parameters first. A bucket has one device and one dtype and at most
-    `bucket_bytes`, unless a single gradient is larger.
+    `bucket_bytes`, unless a single gradient is larger. The first of several is smaller: the wire waits for it.
     """
     filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     used: dict[tuple[torch.device, torch.dtype], int] = {}
+    totals = _bytes_by_kind(specs, members)
+    limits = {kind: bucket_bytes if total <= bucket_bytes else min(bucket_bytes, _FIRST) for kind, total in totals.items()}
     full: list[list[int]] = []
     for member in sorted(members, reverse=True):
         spec = specs[member]
-        key = spec.device, spec.dtype
-        if key in filling and used[key] + spec.nbytes > bucket_bytes:
-            full.append(filling.pop(key))
-            used[key] = 0
-        filling.setdefault(key, []).append(member)
-        used[key] = used.get(key, 0) + spec.nbytes
+        kind = spec.device, spec.dtype
+        if kind in filling and used[kind] + spec.nbytes > limits[kind]:
+            full.append(filling.pop(kind))
+            used[kind], limits[kind] = 0, bucket_bytes
+        filling.setdefault(kind, []).append(member)
+        used[kind] = used.get(kind, 0) + spec.nbytes
     return sorted([*full, *filling.values()], key=lambda bucket: -bucket[-1])
 
 
@@ -136,10 +139,7 @@ def make_buckets(
     specs: Sequence[Spec], members: Collection[int], bucket_bytes: int, buffers: Buffers, slots: int | None
 ) -> list[Bucket]:
     """The buckets of `plan_buckets`, which take turns in `slots` pieces of memory, or have one each for slots=None."""
-    totals: dict[tuple[torch.device, torch.dtype], int] = {}
-    for member in members:
-        _, dtype, device = specs[member]
-        totals[device, dtype] = totals.get((device, dtype), 0) + specs[member].nbytes
+    totals = _bytes_by_kind(specs, members)
     buckets = []
     for place, bucket in enumerate(plan_buckets(specs, members, bucket_bytes)):
         slot = place % slots if slots else place
@@ -148,6 +148,14 @@ def make_buckets(
             slot = -1 - slot  # memory of its own kind: the others are of one size, so that none outgrows what another left
         buckets.append(Bucket(bucket, specs, buffers, slot, room // specs[bucket[0]].dtype.itemsize))
     return buckets
+
+
+def _bytes_by_kind(specs: Sequence[Spec], members: Collection[int]) -> dict[tuple[torch.device, torch.dtype], int]:
+    totals: dict[tuple[torch.device, torch.dtype], int] = {}
+    for member in members:
+        _, dtype, device = specs[member]
+        totals[device, dtype] = totals.get((device, dtype), 0) + specs[member].nbytes
+    return totals
 
 
 def _may_travel_itself(grad: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from unisono.collectives.structures import Structure, flatten
 from unisono.dataparallel.copying import Copies
 from unisono.dataparallel.devices import Device, full_device
-from unisono.dataparallel.scattering import Replicate, move, start
+from unisono.dataparallel.scattering import Replicate, move
 
 Tree = TypeVar("Tree")
 
@@ -35,7 +35,7 @@ def gather(trees: Sequence[Tree], device: Device, *, dim: int = 0) -> Tree:
         raise ValueError("gather: trees=[]: expected at least one tree")
     flat = [flatten(tree) for tree in trees]
     structure = flat[0][1]
-    for number, (_, other) in enumerate(flat):
+    for number, (_, other) in enumerate(flat[1:], 1):
         if other != structure:
             raise ValueError(
                 f"gather: trees: tree {number} is {other}, but tree 0 is {structure}; they must have one structure"
@@ -51,13 +51,15 @@ def gather(trees: Sequence[Tree], device: Device, *, dim: int = 0) -> Tree:
 
 
 def _move(column: Sequence[Any], target: torch.device, copies: Copies, structure: Structure, place: int) -> list[Any]:
+    if all(isinstance(leaf, Tensor) for leaf in column):
+        return [copies.start(x, target) for x in column]
     kinds = {Tensor if isinstance(leaf, Tensor) else Replicate if isinstance(leaf, Replicate) else object for leaf in column}
     if len(kinds) > 1:
         found = ", ".join(type(leaf).__name__ for leaf in column)
         raise TypeError(f"gather: trees: {_name(structure, place)} is {found}, tree by tree; it must be of one kind in all")
     if Replicate in kinds:
         return [Replicate(move(column[0].value, target, copies))]
-    return [start(leaf, target, copies) for leaf in column]
+    return list(column)
 
 
 def _join(column: list[Any], dim: int, structure: Structure, place: int) -> Any:
@@ -66,10 +68,11 @@ def _join(column: list[Any], dim: int, structure: Structure, place: int) -> Any:
         return first.value
     if not isinstance(first, Tensor):
         return first if all(_equal(first, other) for other in column[1:]) else column
-    if len({x.dtype for x in column}) > 1:
+    dtype = first.dtype
+    if any(x.dtype != dtype for x in column):
         found = ", ".join(str(x.dtype) for x in column)
         raise ValueError(f"gather: trees: {_name(structure, place)} has dtypes {found}, tree by tree; they must be the same")
-    if not any(x.ndim for x in column):
+    if first.ndim == 0 and not any(x.ndim for x in column):
         return torch.stack(column)
     try:
         return torch.cat(column, dim)

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from unisono.collectives.sizes import balanced
 from unisono.collectives.structures import Structure, flatten
 from unisono.dataparallel.copying import Copies, spread
 from unisono.dataparallel.devices import Device, full_devices
@@ -62,13 +63,11 @@ def split(
     if sizes is not None and (len(sizes) != len(devices) or min(sizes) < 0):
         raise ValueError(f"{function}: sizes={tuple(sizes)} must have one length for each of {len(devices)} devices")
     columns: list[Sequence[Any]] = []  # of each leaf, what every device gets
-    rows: list[int] | None = None
+    longest = -1
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and (leaf.ndim or leaf.layout != torch.strided):
-            parts = _divide(function, leaf, len(devices), dim, sizes, structure, place)
-            lengths = [part.shape[dim] for part in parts]
-            rows = lengths if rows is None else list(map(max, rows, lengths))
-            columns.append(parts)
+            columns.append(_divide(function, leaf, len(devices), dim, sizes, structure, place))
+            longest = max(longest, leaf.shape[dim])
         elif hasattr(leaf, "__array__") and not isinstance(leaf, Tensor):
             raise TypeError(
                 f"{function}: tree{structure.paths()[place]} is a {type(leaf).__name__}, which cannot be split; "
@@ -79,7 +78,9 @@ def split(
     copies = Copies()
     trees = [structure.rebuild([start(column[k], device, copies) for column in columns]) for k, device in enumerate(devices)]
     copies.join()
-    return trees, rows
+    if longest < 0:
+        return trees, None
+    return trees, list(balanced(longest, len(devices)) if sizes is None else sizes)
 
 
 def start(leaf: Any, device: torch.device, copies: Copies) -> Any:
