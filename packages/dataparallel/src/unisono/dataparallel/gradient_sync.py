@@ -58,7 +58,7 @@ def sync_gradients(
 
     Example:
         >>> import torch
-        >>> from unisono.dataparallel.gradient_sync import sync_gradients
+        >>> from unisono.dataparallel import sync_gradients
         >>> model = torch.nn.Linear(2, 1)
         >>> model(torch.ones(3, 2)).sum().backward()
         >>> sync_gradients(model.parameters())  # one rank: nothing changes
@@ -76,7 +76,7 @@ class GradientSync:
 
     Example:
         >>> import torch
-        >>> from unisono.dataparallel.gradient_sync import GradientSync
+        >>> from unisono.dataparallel import GradientSync
         >>> model = torch.nn.Linear(2, 1)
         >>> sync = GradientSync(model.parameters())
         >>> with sync.overlap():
