@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.clip.pictures import sample, write_tars
 from unisono.collectives import all_reduce
@@ -116,7 +117,9 @@ def test_steps_without_rows_and_no_steps():
         load_steps(Numbers(), lambda step: [], 4, first=0, last=3, workers=-1)
 
 
-def test_errors_of_workers_name_the_step():
+def test_errors_of_workers_name_the_step(monkeypatch):
+    # torch looks every five seconds whether a worker that is not its child lives, which no option changes
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
     batches = load_steps(Numbers(), lambda step: [step], 4, first=5, last=9, workers=1)
     assert [next(batches).captions for _ in range(2)] == [["5"], ["6"]]
     with pytest.raises(ValueError, match="row 7 is cursed") as caught:

@@ -1,25 +1,47 @@
 """Whole runs of the tiny recipe: the same numbers again, on other numbers of ranks, and after a stop."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.training.without_curves import without_curves
 from unisono_models.clip.model import Clip
+from unisono_models.clip.source import open_source
 from unisono_models.clip.train import main
 
 FEW_PIXELS = ["--model.image.size", "32", "--model.image.views", "2", "--data.batch", "64", "--run.steps", "6"]
 
 
-def train(directory, *args, recipe="tiny"):
+def train_and_draw(directory, *args, recipe="tiny"):
     torch.manual_seed(hash(str(directory)) % 2**31)  # the state of the generator must not matter
     main([recipe, "--run.dir", str(directory), *args])
 
 
+def train(directory, *args, recipe="tiny"):
+    """Without what people look at: the report has no curves, and one search instead of seven."""
+    with without_curves(), mock.patch("unisono_models.clip.outcome.QUERIES", ("red heart",)):
+        train_and_draw(directory, *args, recipe=recipe)
+
+
+def open_fewer(*args, **options):
+    """Some of the emoji: more than four steps take, in several parts for each rank. Features of all take 20 seconds a run."""
+    source = open_source(*args, **options)
+    few = replace(source.train, rows=source.train.rows[:320])
+    tests = {
+        name: replace(test, pairs=replace(test.pairs, rows=test.pairs.rows[:90]), queries=None)
+        for name, test in source.tests.items()
+    }
+    return replace(source, train=few, captions=[caption for _, caption in few.rows], tests=tests)
+
+
 def train_default(directory, *args):
-    """The default recipe, whose features are computed once, before training, with few pixels and steps."""
-    train(directory, *FEW_PIXELS, *args, recipe="emoji")
+    """The default recipe, whose features are computed once, before training, with few pixels, pairs and steps."""
+    with mock.patch("unisono_models.clip.train.open_source", open_fewer):
+        train(directory, *FEW_PIXELS, *args, recipe="emoji")
 
 
 def losses(directory):
@@ -36,7 +58,7 @@ def furthest(one, other):
 def on_two(ranks, tmp_path_factory):
     """A finished run on two ranks."""
     directory = tmp_path_factory.mktemp("runs") / "two"
-    ranks(train, directory, world_size=2, timeout=120)
+    ranks(train_and_draw, directory, world_size=2, timeout=120)
     return directory
 
 
@@ -77,7 +99,7 @@ def test_stopped_run_goes_on_with_the_same_bits(ranks, on_two, tmp_path):
         ranks(train, tmp_path / "run", "--run.stop-after", "7", world_size=2, timeout=120)
         assert sorted(losses(tmp_path / "run")) == list(range(7))
         assert not (tmp_path / "run/summary.json").exists()
-    ranks(train, tmp_path / "run", world_size=2, timeout=120)
+    ranks(train_and_draw, tmp_path / "run", world_size=2, timeout=120)
     assert losses(tmp_path / "run") == losses(on_two)
     assert (tmp_path / "run/export/model.safetensors").read_bytes() == (on_two / "export/model.safetensors").read_bytes()
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.clip.pictures import noise, write_tars
-from tests.clip.test_train import furthest, losses, train
+from tests.clip.test_train import furthest, losses, train, train_and_draw
 from tests.training.launches import Launch, _children
 from unisono_models.clip.data.sources import open_pairs
 from unisono_models.clip.data.splits import split_pairs
@@ -63,7 +63,7 @@ def run(ranks, data, tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(run):
     """A finished run with DDP in float32."""
-    return run()
+    return run(body=train_and_draw)
 
 
 def until(step, found):
@@ -166,7 +166,7 @@ def train_with_scores(directory, *args):
         return figures | {"held_out/text_to_image/recall@1": next(scores)}
 
     with mock.patch("unisono_models.clip.train.evaluate", scored):
-        train(directory, *args)
+        train_and_draw(directory, *args)
 
 
 def test_evaluations_disturb_nothing_and_the_best_checkpoint_is_kept(run, plain):
@@ -210,7 +210,8 @@ def pid_of_rank(launch, rank):
 
 
 def test_killed_rank_leaves_no_trace_in_the_numbers(run, data, tmp_path):
-    options = ["--run.steps", "40", "--checkpoint.every", "4", "--run.log-every", "1"]
+    # The rank that is left waits for an eighth of the timeout, to see who is missing.
+    options = ["--run.steps", "28", "--checkpoint.every", "4", "--run.log-every", "1", "--run.timeout", "24"]
     unbroken = run(*options)
     broken = tmp_path / "run"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]

@@ -1,9 +1,12 @@
 """sync_gradients and GradientSync: the gradients of one process with the whole batch, and those of DDP."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 
 import pytest
 import torch
@@ -16,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from unisono.collectives import MismatchError, count_bytes, global_mean
-from unisono.dataparallel.gradient_sync import GradientSync, sync_gradients
+from unisono.collectives.testing import RankPool
+from unisono.dataparallel import GradientSync, sync_gradients
 
 SPLITS = {1: (7,), 2: (5, 2), 3: (4, 0, 3), 4: (3, 0, 2, 2)}  # rows of each rank
 
@@ -417,6 +421,43 @@ def test_an_error_inside_overlap_propagates(ranks):
     ranks(raises_inside, world_size=2)
 
 
+def raises_here_sooner_than_there():
+    """On one rank a bucket has left, on the other none: the next sync would take the old one for a new one."""
+    p = parameter(1.0)
+    sync = GradientSync([p], group=dist.new_group(timeout=timedelta(seconds=20)))
+    p.square().sum().backward()
+    sync()
+    with suppress(ZeroDivisionError), sync.overlap():
+        if dist.get_rank() == 0:
+            (p * 1000).sum().backward()
+        raise ZeroDivisionError
+    with pytest.raises(MismatchError, match=r"after blocks that raised when 1 buckets had left"):
+        sync()
+
+
+def test_blocks_that_raise_at_different_places_are_noticed():
+    with RankPool(2) as pool:  # of their own: a bucket is on its way for ever
+        pool.run(raises_here_sooner_than_there)
+
+
+def lets_go_and_outlives_a_mode():
+    large, small = nn.Parameter(torch.zeros(2**16)), parameter(1.0)
+    sync = GradientSync([large, small])
+    for mode in (torch.inference_mode, nullcontext):
+        large.grad, small.grad = torch.full_like(large, dist.get_rank()), torch.ones_like(small) if dist.get_rank() else None
+        with mode():
+            sync()
+        assert large.grad[0] == 0.5 and small.grad == 0.5 and not small.grad.is_inference()
+    gone = weakref.ref(large.grad)
+    large.grad = None
+    gc.collect()
+    assert gone() is None  # zero_grad() frees what it should
+
+
+def test_nothing_is_kept_of_gradients_or_of_modes(ranks):
+    ranks(lets_go_and_outlives_a_mode, world_size=2)
+
+
 class NotATensor:
     pass
 
@@ -532,6 +573,7 @@ def fake_world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
 def test_placement_on_fake_cuda(fake_world):
     """Mixing devices, or reading a value from the GPU, raises on fake tensors."""
     devices = ["cuda:0", "cuda:1", "cpu", "cuda:0"]

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations, weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from tests.dataparallel.places import KINDS, devices_of
 from unisono.collectives import count_bytes
-from unisono.dataparallel import ReplicaSet, Replicate
+from unisono.dataparallel import ReplicaSet, Replicate, SyncBatchNorm, convert_sync_batchnorm
 
 
 class Tied(nn.Module):
@@ -178,20 +179,65 @@ def test_changes_of_the_module_are_noticed():
         assert replicas(x.float()).dtype == torch.float32
 
 
-def test_copies_are_made_only_when_something_changed(pretend):
-    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+def test_frozen_parameters_are_copied_only_when_they_change(pretend):
+    module = nn.Sequential(nn.Linear(4, 4), nn.GELU()).requires_grad_(False)
     replicas, x = ReplicaSet(module, ["pretend:0", "pretend:1"]), torch.randn(6, 4)
-    with torch.no_grad():
-        replicas(x)
+
+    def copies() -> int:
         pretend.reset_counters()
-        replicas(x)
-        assert pretend.counters()["h2d"] == 2  # the batch, nothing else
-        module[0].weight.add_(1)
-        pretend.reset_counters()
-        replicas(x)
-        assert pretend.counters()["h2d"] == 4  # and one weight to each
-    replicas.train()(x).sum().backward()
-    assert all(p.grad is not None for p in module.parameters())
+        y = replicas(x)
+        count = pretend.counters()["h2d"]
+        torch.testing.assert_close(y.cpu(), module(x))
+        return count
+
+    assert copies() == 4  # the batch, and the parameters in one
+    assert copies() == 2  # the batch, nothing else
+    module[0].weight.add_(1)
+    assert copies() == 4
+    bank = torch.randn(2, 4, 4)
+    for k in (0, 1):
+        module[0].weight.data = bank[k]  # other memory, of one storage
+        assert copies() == 4
+    for _ in range(10):
+        module[0].weight.data = torch.randn(4, 4)  # maybe at the place of the one before
+        assert copies() == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_after_a_fused_step_of_the_module_itself(kind, request):
+    """Fused optimizers and batch norms write to tensors without saying so."""
+    devices = devices_of(kind, request)
+    module, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), torch.randn(8, 3)
+    replicas = ReplicaSet(module, devices)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5, fused=True)
+    for _ in range(3):
+        module.train()(x).square().sum().backward()
+        optimizer.step()
+        module.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(replicas(x).cpu(), module(x))
+        torch.testing.assert_close(next(replicas.map([x])).cpu(), module(x).detach())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointed_parts_run_again_in_backward(kind, reentrant, request):
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = regression()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    module = Checkpointed().double()
+    x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    replicas = ReplicaSet(module, devices_of(kind, request))
+    (replicas(x).square().sum() + replicas(2 * x).sum()).backward()
+    found = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    (module(x).square().sum() + module(2 * x).sum()).backward()
+    torch.testing.assert_close(found, [p.grad for p in module.parameters()])
 
 
 def test_replicas_at_home_use_the_parameters_themselves():
@@ -221,6 +267,58 @@ def test_running_statistics_are_the_mean_over_replicas_by_rows(kind, request):
     before = module.running_mean.clone()
     replicas.eval()(x)
     assert torch.equal(module.running_mean, before)
+
+
+class Counting(nn.Module):
+    """Buffers changed in every way: in place, replaced, unsaid by torch, and not at all beside those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("total", torch.zeros(3))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("variance", torch.ones(3))
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        self.total = self.total + x.mean(0)
+        return F.batch_norm(x, self.mean, self.variance, training=self.training, momentum=1.0) + self.mask.exp().sum()
+
+
+def test_what_a_call_changes_in_buffers_is_taken_back():
+    module, x = Counting(), torch.randn(7, 3)
+    mask = module.mask.clone()
+    ReplicaSet(module, ["cpu"] * 2)(x)
+    assert module.seen == 1 and torch.equal(module.mask, mask)
+    torch.testing.assert_close(module.total, x.mean(0))
+    torch.testing.assert_close(module.mean, x.mean(0))
+    ReplicaSet(module.eval(), ["cpu"] * 2)(x)
+    assert module.seen == 2 and torch.equal(module.mask, mask)
+    torch.testing.assert_close(module.mean, x.mean(0))
+
+
+def test_hooks_of_others_see_every_replica_and_new_attributes_are_followed():
+    class Recorder:
+        def __init__(self) -> None:
+            self.rows: list[int] = []
+
+        def hook(self, _module: nn.Module, args: tuple[Tensor, ...], _y: Tensor) -> None:
+            self.rows.append(len(args[0]))
+
+    recorder, module, x = Recorder(), nn.Sequential(nn.Conv1d(2, 2, 3, padding=0), nn.BatchNorm1d(2)), torch.randn(5, 2, 6)
+    module.register_forward_hook(recorder.hook)
+    replicas = ReplicaSet(module.eval(), ["cpu"] * 2)
+    assert replicas(x).shape == (5, 2, 4) and sorted(recorder.rows) == [2, 3]
+    module[0].padding = (1,)
+    assert replicas(x).shape == (5, 2, 6)
+    module[0].forward = lambda x: x[..., :1]
+    assert replicas(x).shape == (5, 2, 1)
+    types: list[type] = []
+    convert_sync_batchnorm(module)
+    module[1].register_forward_pre_hook(lambda m, _args: types.append(type(m)))
+    replicas(x)
+    assert types == [SyncBatchNorm] * 2
 
 
 def test_replicas_in_threads_do_not_mix_up():

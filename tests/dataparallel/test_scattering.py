@@ -192,6 +192,28 @@ def test_replicate_goes_everywhere_whole_and_comes_back_once():
     assert scatter(Replicate(np.arange(3)), CPUS[:1])[0].tolist() == [0, 1, 2]
 
 
+def test_dicts_whose_keys_are_attributes():
+    class Easy(dict):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            self.__dict__ = self
+
+    class Easier(dict):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            self.__dict__.update(given)
+
+    for kind in (Easy, Easier):
+        first, second = scatter(kind(x=torch.arange(4), name="a"), CPUS[:2])
+        assert first.x.tolist() == first["x"].tolist() == [0, 1] and second.x.tolist() == [2, 3] and second.name == "a"
+
+
+def test_numpy_scalars_and_sparse_tensors_go_whole():
+    parts = scatter((torch.arange(2), np.float32(1.5), Replicate(torch.eye(2).to_sparse())), CPUS[:2])
+    assert all(part[1] == 1.5 and torch.equal(part[2].to_dense(), torch.eye(2)) for part in parts)
+    assert gather([part[1] for part in parts], "cpu") == 1.5
+
+
 def test_values_that_differ_are_all_kept():
     assert gather([{"n": 1, "s": "a"}, {"n": 2, "s": "a"}], "cpu") == {"n": [1, 2], "s": "a"}
     one, other = object(), object()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from unisono.dataparallel import parallel_apply
@@ -73,6 +74,21 @@ def test_what_a_thread_sets_stays_there():
 
     parallel_apply([change] * 2, [None] * 2, CPUS[:2])
     assert TEXT.get() == "" and torch.is_grad_enabled()
+
+
+class CountingCalls(TorchFunctionMode):
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is torch.sin
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_function_modes_see_every_call_once(number):
+    with CountingCalls() as counter:
+        parallel_apply([torch.sin] * number, [torch.ones(1)] * number, CPUS[:number])
+    assert counter.calls == number
 
 
 def test_dispatch_modes_see_every_call():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.recommender.test_train import furthest, losses, summary
+from tests.training.without_curves import without_curves
 from unisono_models.recommender.evaluate import Options, evaluate_run
 from unisono_models.recommender.export import read_export
 from unisono_models.recommender.train import main
@@ -40,11 +41,16 @@ def days(tmp_path_factory):
     return folder
 
 
-def train(directory, days, *args):
+def train_and_draw(directory, days, *args):
     torch.manual_seed(hash(str(directory)) % 2**31)
     settings = [text for name, value in SETTINGS.items() for text in (f"--{name}", str(value))]
     data = ["--data.source", str(days / "day_0"), "--data.test", str(days / "day_1"), "--data.parts", "0.8", "0.1", "0.1"]
     main(["criteo", "--run.dir", str(directory), *data, "--data.features", *FEATURES, *settings, *args])
+
+
+def train(directory, days, *args):
+    with without_curves():
+        train_and_draw(directory, days, *args)
 
 
 MAPPED = ["--data.ids", "mapped", "--data.seen", "2", "--data.eviction", "least_recent"]
@@ -71,7 +77,7 @@ def test_streams_obey_the_law_and_go_on_after_a_stop(ranks, days, tmp_path, ids)
 
 def test_mapped_ids_have_rows_of_their_own(days, tmp_path):
     """All of them: a map of many shards would be full in one while others have room."""
-    train(tmp_path / "run", days, "--data.ids", "mapped", "--data.seen", "1")
+    train_and_draw(tmp_path / "run", days, "--data.ids", "mapped", "--data.seen", "1")
     maps = read_export(tmp_path / "run/export").model.tables.maps
     rows = maps["map_C1"].eval()(torch.tensor([x for x in range(50) if x % 7] + [-1]))
     assert len(rows.unique()) == 43 and int(rows.min()) > 0  # 0 to 49 without multiples of 7, and the blank

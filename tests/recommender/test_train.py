@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.training.without_curves import without_curves
 from unisono_models.recommender import evaluate, recommend
 from unisono_models.recommender.evaluate import evaluate_run
 from unisono_models.recommender.export import read_export
@@ -19,13 +20,23 @@ TOWERS = ["--data.source", "ml-100k", "--data.features", "user_id", "item_id", "
 TOWERS += ["--model.users", "user_id", "--model.items", "item_id", "class"]
 
 
-def train(directory, *args, recipe="tiny"):
+def train_and_draw(directory, *args, recipe="tiny"):
     torch.manual_seed(hash(str(directory)) % 2**31)  # the state of the generator must not matter
     main([recipe, "--run.dir", str(directory), *SHORT, *args])
 
 
-def train_towers(directory, *args):
-    train(directory, *TOWERS, "--run.timeout", "60", *args, recipe="two_tower")
+def train(directory, *args):
+    with without_curves():
+        train_and_draw(directory, *args)
+
+
+def train_towers_and_draw(directory):
+    train_and_draw(directory, *TOWERS, "--run.timeout", "60", recipe="two_tower")
+
+
+def train_towers(directory):
+    with without_curves():
+        train_towers_and_draw(directory)
 
 
 def losses(directory):
@@ -46,7 +57,7 @@ def furthest(one, other):
 def on_two(ranks, tmp_path_factory):
     """A finished run on two ranks."""
     directory = tmp_path_factory.mktemp("runs") / "two"
-    ranks(train, directory, world_size=2, timeout=120)
+    ranks(train_and_draw, directory, world_size=2, timeout=120)
     return directory
 
 
@@ -98,7 +109,7 @@ def test_checkpoint_goes_on_with_other_ranks_and_another_plan(ranks, on_two, tmp
     saved = json.loads((tmp_path / "run/config.json").read_text())
     saved["config"]["tables"]["plan"] = "column"  # another config is another run, unless one insists
     (tmp_path / "run/config.json").write_text(json.dumps(saved))
-    ranks(train, tmp_path / "run", "--tables.plan", "column", world_size=2, timeout=120)
+    ranks(train_and_draw, tmp_path / "run", "--tables.plan", "column", world_size=2, timeout=120)
     assert furthest(losses(tmp_path / "run"), losses(on_two)) < 1e-5
     assert furthest(summary(tmp_path / "run"), summary(on_two)) < 1e-4
 
@@ -143,9 +154,9 @@ def evaluated(directory):
 
 
 def test_towers_give_the_same_curve_and_ranking(ranks, tmp_path):
-    for world in (1, 2, 3):
-        ranks(train_towers, tmp_path / str(world), world_size=world, timeout=120)
+    ranks(train_towers_and_draw, tmp_path / "2", world_size=2, timeout=120)
     for world in (1, 3):
+        ranks(train_towers, tmp_path / str(world), world_size=world, timeout=120)
         assert furthest(losses(tmp_path / str(world)), losses(tmp_path / "2")) < 1e-5
     found = summary(tmp_path / "2")
     assert {"test/ndcg@10", "test/recall@10", "test/hit@10", "test/mrr@10", "test/users"} <= found.keys()

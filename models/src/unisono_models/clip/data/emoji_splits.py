@@ -50,7 +50,7 @@ def emoji_splits(
     if held_out not in ("vendor", "drawing"):
         raise ValueError(f"emoji_splits: held_out={held_out!r} is neither 'vendor' nor 'drawing'")
     hidden = _hidden_vendor if held_out == "drawing" else _last_vendor
-    complete = {c for c, count in _counts().items() if count == len(VENDORS)}
+    complete, drawn_by_noto = {c for c, count in _counts().items() if count == len(VENDORS)}, _ids("noto")
     names = emoji_pairs(cache=cache)
 
     def is_trained(concept: Concept, drawing: Drawing) -> bool:
@@ -62,7 +62,7 @@ def emoji_splits(
         return concept.id in complete and not concept.toned and not is_unseen(concept)
 
     known = names.where(is_tested)
-    unseen = names.where(lambda concept, _: is_unseen(concept) and concept.id in _ids("noto"))
+    unseen = names.where(lambda concept, _: is_unseen(concept) and concept.id in drawn_by_noto)
     return Splits(
         train=_without_unseen_names(emoji_pairs(languages=languages, words=words, cache=cache).where(is_trained)),
         tests={

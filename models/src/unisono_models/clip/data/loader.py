@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -68,7 +67,7 @@ def _read_ahead(
     pairs: Pairs, chosen: Iterator[list[int]], size: int, steps: range, workers: int, ahead: int
 ) -> Iterator[PairBatch]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_imported())
+    context.set_forkserver_preload(_readers(pairs))
     loader: DataLoader[PairBatch] = DataLoader(
         _Reads(pairs, size),
         batch_size=None,
@@ -114,7 +113,9 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _imported() -> list[str]:
-    """Modules that the fork server imports once, so that its workers need not: ours, and with them all that they import."""
-    main = getattr(sys.modules["__main__"].__spec__, "name", "")
-    return [name for name in sys.modules if name.startswith("unisono_models.") and name != main]
+def _readers(pairs: Pairs) -> list[str]:
+    """Modules that the fork server imports once, so that its workers need not: what reads, and with it all that it imports.
+
+    Not all that a rank has imported: towers take seconds, and the first batch would wait for them.
+    """
+    return [name for name in (__name__, type(pairs).__module__) if name != "__main__"]

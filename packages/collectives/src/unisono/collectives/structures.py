@@ -143,6 +143,11 @@ def _replaced(node: Any, contents: Any) -> Any:
     elif isinstance(node, dict):
         for key, value in contents.items():
             dict.__setitem__(twin, key, value)
+        attributes = getattr(node, "__dict__", {})
+        if attributes is node:
+            twin.__dict__ = twin
+        for key in [key for key, value in attributes.items() if key in node and value is node[key]]:
+            vars(twin)[key] = contents[key]  # a dict whose keys are attributes, too
     else:
         list.__setitem__(twin, slice(None), contents)
     return twin

@@ -102,6 +102,7 @@ class Bucket:
         work, self._work = self._work, None
         if work is not None:
             work.wait()
+        self._wire = None
 
     def _settle(self) -> Tensor:
         """The memory is taken when first needed: what travels in place needs none."""

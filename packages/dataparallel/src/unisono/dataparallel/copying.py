@@ -36,6 +36,8 @@ class Copies:
         source = x.device
         if source == device:
             return x
+        if x.layout != torch.strided:  # neither pinned nor recorded on a stream
+            return x.to(device)
         if source == _CPU and (stream := copy_stream(device)) is not None:
             staged = _pinned(x)
             with on_stream(stream):

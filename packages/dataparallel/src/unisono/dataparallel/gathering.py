@@ -88,7 +88,7 @@ def _equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
     equal = type(one) is type(other) and one == other
-    return equal if isinstance(equal, bool) else False
+    return bool(equal) if getattr(equal, "ndim", 0) == 0 else False
 
 
 def _name(structure: Structure, place: int) -> str:

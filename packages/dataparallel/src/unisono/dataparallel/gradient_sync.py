@@ -107,6 +107,7 @@ class GradientSync:
         self._plans: dict[int | None, tuple[tuple[int, ...], list[Bucket]]] = {}
         self._buffers = Buffers()
         self._overlapping = False
+        self._abandoned = 0  # buckets that have left when a block raised: where ranks differ, they meet others' buckets
 
     def __call__(self) -> None:
         """The same as sync_gradients."""
@@ -125,9 +126,12 @@ class GradientSync:
     def overlap(self) -> Iterator[None]:
         """Inside, gradients travel while backward goes on; when the block is left, all of them are synced.
 
-        Put the last backward pass of a step in the block; what earlier ones have accumulated is included. A gradient that
-        changes after its bucket has left (by a second pass in the block) is synced again when the block ends: right, but
-        sent twice. Which gradients to expect is learned from the sync before, so the first block does not overlap yet.
+        Put the last backward pass of a step in the block, and nothing else; what earlier ones have accumulated is included.
+        A gradient that changes after its bucket has left (by a second pass in the block) is synced again when the block
+        ends: right, but sent twice. Which gradients to expect is learned from the sync before, so the first block does not
+        overlap yet. If the backward itself communicates (SyncBatchNorm, gathered losses) and ranks may use different
+        parameters, give the GradientSync a group of its own, `group=dist.new_group()`: in one group, all ranks must
+        communicate in one order.
 
         The ranks agree in one small exchange on entering and one on leaving. If the block raises on one rank, the error
         propagates there at once and the gradients are as its own backward left them; the others wait for its buckets,
@@ -143,6 +147,7 @@ class GradientSync:
             with launcher.listening():
                 yield
         except BaseException:
+            self._abandoned += launcher.launched
             self._forget_memory()
             raise
         finally:
@@ -187,7 +192,10 @@ class GradientSync:
     def _agree(self, step: str, survey: Survey, ranks: Ranks) -> Holdings:
         options = f"reduce={self.reduce!r}, bucket_bytes={self.bucket_bytes}"
         problem = self._problem or survey.problem or device_problem(self._devices, ranks)
-        return exchange_holdings(self._specs, survey._replace(problem=problem), (step, options, self._signature), ranks)
+        if self._abandoned:
+            step = f"{step}, after blocks that raised when {self._abandoned} buckets had left"
+        with torch.inference_mode(False):
+            return exchange_holdings(self._specs, survey._replace(problem=problem), (step, options, self._signature), ranks)
 
     def _scale(self, ranks: Ranks) -> float:
         return 1 / ranks.size if self.reduce == "mean" else 1.0
@@ -245,6 +253,7 @@ class GradientSync:
     def _write_back(self, bucket: Bucket, grads: Sequence[Tensor | None], only: Collection[int] | None = None) -> None:
         """Into the gradients that are there; a new one where there is none that can hold it."""
         if bucket.in_place:
+            bucket.views = []  # the gradient is its owner's again
             return
         targets, sources = [], []
         for member, view in zip(bucket.members, bucket.views, strict=True):
@@ -269,7 +278,8 @@ class GradientSync:
     @contextmanager
     def _communicating(self, ranks: Ranks) -> Iterator[None]:
         try:
-            yield
+            with torch.inference_mode(False):  # what is made here outlives the caller's mode
+                yield
         except RuntimeError as error:
             self._forget_memory()
             raise RuntimeError(

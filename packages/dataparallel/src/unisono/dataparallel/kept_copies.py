@@ -6,27 +6,28 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from unisono.dataparallel.coalescing import broadcast
 
 
 class KeptCopies:
-    """Copies on one device.
+    """Copies on one device, of tensors that are elsewhere.
 
-    `own`: what is on the device already is copied, too, because somebody is going to change the copies. A copy that was
-    changed is made anew as well.
+    For tensors that nobody trains: of the fused optimizers torch does not know that they write to their parameters.
     """
 
-    def __init__(self, device: torch.device, *, own: bool) -> None:
-        self._device, self._own = device, own
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._originals: dict[int, Tensor] = {}  # by their ids, which are theirs as long as they are kept
         self._copies: dict[int, Tensor] = {}
         self._marks: dict[int, tuple[object, ...]] = {}
+        self._storages: list[StorageWeakRef] = []  # as long as they are known, their addresses are theirs as well
 
     def refresh(self, tensors: Sequence[Tensor], *, bucket_bytes: int) -> dict[int, Tensor]:
-        """A copy for each of `tensors`, by its id."""
-        away = [x for x in tensors if self._own or x.device != self._device]
-        stale = [x for x in away if id(x) not in self._copies or self._marks[id(x)] != self._mark(x)]
+        """A copy for each of `tensors`, by its id; itself, if it is on the device."""
+        away = [x for x in tensors if x.device != self._device]
+        stale = [x for x in away if self._marks.get(id(x)) != _mark(x)]
         if stale or len(away) < len(self._originals):
             # as plain tensors, whatever mode the caller is in: they outlive it
             with torch.inference_mode(False), torch.no_grad():
@@ -34,21 +35,14 @@ class KeptCopies:
             known = self._copies | {id(x): copy for x, copy in zip(stale, fresh, strict=True)}
             self._originals = {id(x): x for x in away}
             self._copies = {key: known[key] for key in self._originals}
-            self._marks = {key: self._mark(x) for key, x in self._originals.items()}
+            self._marks = {key: _mark(x) for key, x in self._originals.items()}
+            self._storages = [StorageWeakRef(x.untyped_storage()) for x in away if x.layout == torch.strided]
         return {id(x): self._copies.get(id(x), x) for x in tensors}
 
-    def changed(self, x: Tensor) -> bool:
-        """Whether somebody has written to the copy of `x`, as far as torch knows."""
-        return self._marks[id(x)] != self._mark(x)
 
-    def forget(self) -> None:
-        self._originals, self._copies, self._marks = {}, {}, {}
-
-    def _mark(self, x: Tensor) -> tuple[object, ...]:
-        """Another one whenever the original or the copy was written to, or the original was given other memory."""
-        return x.untyped_storage()._cdata, _version(x), _version(self._copies[id(x)])
-
-
-def _version(x: Tensor) -> object:
-    """Tensors of inference mode do not count their changes: they are taken as changed whenever they are looked at."""
-    return object() if x.is_inference() else x._version
+def _mark(x: Tensor) -> tuple[object, ...]:
+    """Another one whenever `x` was written to, or was given other memory. Of tensors of inference mode, which do not count
+    their changes, and of sparse ones always another one."""
+    if x.is_inference() or x.layout != torch.strided:
+        return (object(),)
+    return x._version, x.untyped_storage()._cdata, x.storage_offset(), x.stride()

@@ -51,7 +51,7 @@ class Launcher:
                 self._launch()
 
     def late(self) -> list[int]:
-        """Members whose p.grad is no longer what was sent: more was added, or the hand of the user was at work."""
+        """Members whose p.grad is no longer what was sent: more was added."""
         now = ((member, self.parameters[member].grad, sent) for member, sent in self._sent.items())
         return [member for member, grad, (sent, writes) in now if grad is not sent or _writes(grad) != writes]
 

@@ -23,16 +23,18 @@ class ReplicaSet(nn.Module):
     A call splits the batch along `dim` (see scatter), runs a replica on each device that got rows, and puts the results
     together on `output_device`, the first device unless given (see gather): outputs without dimensions, as losses, become a
     vector with one entry for each replica that ran. The module itself stays where it is, on any device, and keeps the
-    parameters; the replicas get copies, which are kept between calls until the originals change.
+    parameters; the replicas get copies in every call, once for a whole map(), but keep those of frozen parameters
+    (requires_grad=False) until these change.
 
     Buffers: every replica works on its own copies. What a call changes in them (the running statistics of a batch norm) is
     taken back into the module: the mean over replicas, weighted by their rows; of integers, the first replica's. In training
     a batch norm sees the rows of its own device: use ranks and SyncBatchNorm where it must see the whole batch.
 
-    Changes of parameters, buffers, submodules, hooks and plain attributes of the module are noticed at the next call. After
-    changes of another kind (the contents of a list that is an attribute, values written through `.data`) call sync().
+    Changes of the module (tensors, parts, hooks, attributes) are noticed at the next call. After changes inside of an
+    attribute (of a list, say), or of frozen parameters through `.data`, call sync().
 
-    Backward: gradients reach the parameters of `module` itself: the sum over the replicas.
+    Backward: gradients reach the parameters of `module` itself: the sum over the replicas. Where replicas are on other
+    devices than the module, a parameter that was not used gets zeros, for it travelled with others.
 
     Example:
         >>> import torch
@@ -100,7 +102,10 @@ class ReplicaSet(nn.Module):
     def _check_out(self) -> Iterator[Replicas]:
         """Replicas that nobody else uses meanwhile: a call during a map, or in another thread, gets others."""
         idle = self._idle
-        replicas = idle.pop() if idle else Replicas(self.module, self.devices, self.bucket_bytes)
+        try:
+            replicas = idle.pop()
+        except IndexError:
+            replicas = Replicas(self.module, self.devices, self.bucket_bytes)
         try:
             yield replicas
         finally:

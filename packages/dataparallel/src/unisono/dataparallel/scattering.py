@@ -68,7 +68,7 @@ def split(
         if isinstance(leaf, Tensor) and (leaf.ndim or leaf.layout != torch.strided):
             columns.append(_divide(function, leaf, len(devices), dim, sizes, structure, place))
             longest = max(longest, leaf.shape[dim])
-        elif hasattr(leaf, "__array__") and not isinstance(leaf, Tensor):
+        elif getattr(leaf, "ndim", 0) and hasattr(leaf, "__array__"):
             raise TypeError(
                 f"{function}: tree{structure.paths()[place]} is a {type(leaf).__name__}, which cannot be split; "
                 "make it a tensor (torch.as_tensor), or wrap it in Replicate to give every device all of it"

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_KNOWN = {*vars(nn.Module())}  # what every module has; among it the parts and hooks, which are looked at by themselves
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class Skeleton:
     """A copy of `module` whose parameters and buffers are put in for each call.
 
-    Plain attributes (numbers, texts, flags, `training`) follow those of the module at every call. Other attributes are
-    copied once; so are hooks.
+    Plain attributes (numbers, texts, flags, `training`) follow those of the module at every call. Others are copied; hooks that
+    are methods of the module or its parts are those of the copy, all other hooks are shared.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -31,6 +32,7 @@ class Skeleton:
             for value in vars(part).values():
                 if isinstance(value, Tensor):  # what old-style weight_norm leaves: deepcopy refuses tensors of a graph
                     memo.setdefault(id(value), value.detach())
+        memo |= {id(owner): owner for owner in _outside_hooks(module)}
         try:
             self._module = copy.deepcopy(module, memo)
         except Exception as error:
@@ -47,8 +49,8 @@ class Skeleton:
         self._recurrent = [twin for _, twin in self._pairs if isinstance(twin, nn.RNNBase)]
 
     def fits(self) -> bool:
-        """Whether the module still has the parts, names and hooks that it had when this was made."""
-        return all(_look(part) == look for (part, _), look in zip(self._pairs, self._looks, strict=True))
+        """Whether the module still has the parts, names, hooks and attributes that it had when this was made."""
+        return all(_same(_look(part), look) for (part, _), look in zip(self._pairs, self._looks, strict=True))
 
     def call(self, tensors: Mapping[int, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
         """fn(module) with `tensors` in place: for each parameter and buffer of the module, by its id."""
@@ -58,12 +60,29 @@ class Skeleton:
         for twin in self._recurrent:  # they keep a list of their weights beside
             twin._flat_weights = [getattr(twin, name) for name in twin._flat_weights_names]
         try:
-            return fn(self._module)
+            result = fn(self._module)
+            self._keep_reassigned(tensors)
+            return result
         finally:
-            for names, _, name in self._slots:  # a graph ends with its call
-                names[name] = None
-            for twin in self._recurrent:
-                twin._flat_weights = []
+            if not torch.is_grad_enabled():  # else a checkpointed part will run once more, in backward
+                for names, _, name in self._slots:
+                    names[name] = None
+                for twin in self._recurrent:
+                    twin._flat_weights = []
+
+    @torch.no_grad()
+    def _keep_reassigned(self, tensors: Mapping[int, Tensor]) -> None:
+        """Buffers that the call has replaced, instead of writing to them."""
+        for part, twin in self._pairs:
+            for name, own in part._buffers.items():
+                found = twin._buffers.get(name)
+                if own is not None and found is not None and found is not tensors[id(own)]:
+                    if found.shape != own.shape:
+                        raise ValueError(
+                            f"ReplicaSet: module: a call replaced the buffer {name!r} of shape {tuple(own.shape)} by one of "
+                            f"shape {tuple(found.shape)}, which cannot be taken back"
+                        )
+                    tensors[id(own)].copy_(found)
 
     def _follow(self) -> None:
         for part, twin in self._pairs:
@@ -73,13 +92,30 @@ class Skeleton:
                     other[name] = value
 
 
-def _look(part: nn.Module) -> tuple[object, ...]:
-    """What cannot change without a new skeleton."""
+def _look(part: nn.Module) -> list[object]:
+    """What cannot change without a new skeleton: to be compared by identity."""
     own = vars(part)
-    hooks = [tuple(own[name]) for name in _HOOKS if own.get(name)]
-    names = [name for name, x in part._parameters.items() if x is not None]
-    buffers = [name for name, x in part._buffers.items() if x is not None]
-    return list(part._modules.items()), names, buffers, hooks
+    seen: list[object] = [type(part)]
+    for group in (part._modules, *(own[name] for name in _HOOKS if own.get(name))):
+        seen += [x for pair in group.items() for x in pair]
+    for name, x in chain(part._parameters.items(), part._buffers.items()):
+        seen += [name, x is None]
+    for name, x in own.items():
+        if name not in _KNOWN and not isinstance(x, _PLAIN):
+            seen += [name, x]
+    return seen
+
+
+def _same(one: list[object], other: list[object]) -> bool:
+    return len(one) == len(other) and all(a is b or (type(a) in (str, int) and a == b) for a, b in zip(one, other, strict=True))
+
+
+def _outside_hooks(module: nn.Module) -> list[object]:
+    """What hooks belong to, if not to the module: recorders and the like, which are to see all replicas."""
+    parts = {id(part) for part in module.modules()}
+    hooks = [hook for part in module.modules() for name in _HOOKS for hook in vars(part).get(name, {}).values()]
+    owners = [getattr(hook, "__self__", hook) for hook in hooks]
+    return [owner for owner in owners if id(owner) not in parts]
 
 
 def _stand_in(x: Tensor) -> Tensor:

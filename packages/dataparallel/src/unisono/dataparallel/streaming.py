@@ -15,7 +15,7 @@ from torch import nn
 from unisono.dataparallel.copying import Copies
 from unisono.dataparallel.replicas import Replicas
 from unisono.dataparallel.scattering import move
-from unisono.dataparallel.surroundings import Surroundings, threads_can_follow
+from unisono.dataparallel.surroundings import Surroundings, current, threads_can_follow
 
 
 def stream(
@@ -37,20 +37,20 @@ def stream(
         replicas = stack.enter_context(checked_out)
         with torch.no_grad():
             replicas.prepare(range(len(devices)))
-        surroundings = Surroundings([*devices, output])
+        surroundings = Surroundings([*devices, output]) if threads_can_follow() else None
         # left before the replicas are given back: none runs any more then, whether the caller took all results or not
         threads = [stack.enter_context(_thread()) for _ in devices]
         stack.callback(lambda: [future.cancel() for future in waiting])
         for number in count():
+            i = number % len(devices)
             try:
                 batch = next(source)
+                waiting.append(_submit(threads[i], replicas, i, batch, devices[i], output, surroundings, number))
             except StopIteration:
                 break
-            except Exception as error:  # after the results of the batches that did come
+            except Exception as error:  # of the loader, or of a copy: after the results of the batches before
                 failure = error
                 break
-            i = number % len(devices)
-            waiting.append(_submit(threads[i], replicas, i, batch, devices[i], output, surroundings, number))
             if len(waiting) >= len(devices) * (1 + ahead):
                 yield _next(waiting, bar)
         while waiting:
@@ -82,7 +82,7 @@ def _submit(
     batch: Any,
     device: torch.device,
     output: torch.device,
-    surroundings: Surroundings,
+    surroundings: Surroundings | None,
     number: int,
 ) -> Future[Any]:
     copies = Copies()
@@ -99,7 +99,10 @@ def _submit(
 
     def attempt() -> Any:
         try:
-            return surroundings.run(work, device)
+            if surroundings is not None:
+                return surroundings.run(work, device)
+            with current(device):
+                return work()
         except BaseException as error:
             error.add_note(f"in batch {number} of ReplicaSet.map, in replica {i} on {device}")
             raise

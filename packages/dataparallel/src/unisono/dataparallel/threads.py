@@ -52,7 +52,7 @@ def run_all(call: Callable[[int], Any], devices: Sequence[torch.device], *, name
     """call(i) for the number of each device, in threads, with the modes of this one."""
     if torch.compiler.is_compiling():
         return [call(i) for i in range(len(devices))]
-    surroundings = Surroundings(list(devices)) if threads_can_follow() else None
+    surroundings = Surroundings(list(devices)) if threads_can_follow() and len(devices) > 1 else None
 
     def attempt(i: int) -> tuple[Any, BaseException | None]:
         try:
@@ -64,7 +64,7 @@ def run_all(call: Callable[[int], Any], devices: Sequence[torch.device], *, name
             error.add_note(f"in replica {i} on {devices[i]}")
             return None, error
 
-    if surroundings is None or len(devices) == 1:
+    if surroundings is None:
         outcomes = [attempt(i) for i in range(len(devices))]
     else:
         with ThreadPoolExecutor(len(devices), thread_name_prefix="unisono replica") as pool:
