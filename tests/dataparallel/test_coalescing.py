@@ -136,6 +136,7 @@ def test_sparse_tensors():
     assert total.is_sparse and torch.equal(total.to_dense(), 2 * torch.eye(3)) and ones.tolist() == [2, 2]
 
 
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
 def test_placement_on_cuda_without_cuda():
     with FakeTensorMode():
         tensors = [torch.empty(3, device="cuda:1"), torch.empty(2, 2, device="cuda:1"), torch.empty(2)]

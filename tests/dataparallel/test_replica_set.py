@@ -358,6 +358,7 @@ def test_modes_of_the_caller():
     torch.testing.assert_close(torch.func.vmap(lambda x: replicas(x))(x[None])[0], module(x))
 
 
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
 def test_placement_on_cuda_without_cuda():
     with FakeTensorMode():
         module = regression()
