@@ -42,7 +42,8 @@ def scatter(tree: Tree, devices: Sequence[Device], *, dim: int = 0, sizes: Seque
     Each tensor is split as evenly as it goes, longer parts first, or into parts of `sizes`. Nothing is lost: a tensor that
     is shorter than the number of devices leaves the last ones an empty part. Tensors without dimensions, and what stands in
     Replicate, go to every device whole; so does anything that is not a tensor, as the same object. A part on the device
-    where its tensor already is, is a view of it. Copies from the host run on streams of their own, from pinned memory.
+    where its tensor already is, is a view of it. Copies from the host run on streams of their own, from pinned memory; what
+    is pinned already is read where it is, while the host goes on.
 
     Backward: gather of the parts' gradients; what went to every device whole gets their sum.
 
