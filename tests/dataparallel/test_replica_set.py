@@ -279,9 +279,11 @@ class Counting(nn.Module):
         self.register_buffer("mean", torch.zeros(3))
         self.register_buffer("variance", torch.ones(3))
         self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        self.register_buffer("cache", torch.zeros(0))
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.add_(1)
+        self.cache = torch.arange(3.0)  # of another shape: made by every call that needs it
         self.total = self.total + x.mean(0)
         return F.batch_norm(x, self.mean, self.variance, training=self.training, momentum=1.0) + self.mask.exp().sum()
 
@@ -290,7 +292,7 @@ def test_what_a_call_changes_in_buffers_is_taken_back():
     module, x = Counting(), torch.randn(7, 3)
     mask = module.mask.clone()
     ReplicaSet(module, ["cpu"] * 2)(x)
-    assert module.seen == 1 and torch.equal(module.mask, mask)
+    assert module.seen == 1 and torch.equal(module.mask, mask) and module.cache.shape == (0,)
     torch.testing.assert_close(module.total, x.mean(0))
     torch.testing.assert_close(module.mean, x.mean(0))
     ReplicaSet(module.eval(), ["cpu"] * 2)(x)

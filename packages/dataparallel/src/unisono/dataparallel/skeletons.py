@@ -72,16 +72,11 @@ class Skeleton:
 
     @torch.no_grad()
     def _keep_reassigned(self, tensors: Mapping[int, Tensor]) -> None:
-        """Buffers that the call has replaced, instead of writing to them."""
+        """Buffers that the call has replaced, instead of writing to them. Not those of another shape: caches that grow."""
         for part, twin in self._pairs:
             for name, own in part._buffers.items():
                 found = twin._buffers.get(name)
-                if own is not None and found is not None and found is not tensors[id(own)]:
-                    if found.shape != own.shape:
-                        raise ValueError(
-                            f"ReplicaSet: module: a call replaced the buffer {name!r} of shape {tuple(own.shape)} by one of "
-                            f"shape {tuple(found.shape)}, which cannot be taken back"
-                        )
+                if own is not None and found is not None and found is not tensors[id(own)] and found.shape == own.shape:
                     tensors[id(own)].copy_(found)
 
     def _follow(self) -> None:
