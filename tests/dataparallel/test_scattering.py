@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
+from torch.nn.utils.rnn import pack_sequence
 
 from tests.dataparallel.places import KINDS, devices_of
 from unisono.dataparallel import Replicate, gather, scatter
@@ -236,6 +237,7 @@ def test_values_that_differ_are_all_kept():
         (lambda: scatter(torch.ones(3), CPUS[:2], sizes=[4, -1]), ValueError, ["sizes=(4, -1)"]),
         (lambda: scatter({"a": np.ones(3)}, CPUS), TypeError, ["tree['a']", "ndarray", "Replicate", "as_tensor"]),
         (lambda: scatter(Batch(torch.ones(3).to_sparse(), ""), CPUS), TypeError, ["tree['x']", "sparse", "Replicate"]),
+        (lambda: scatter([pack_sequence([torch.ones(2)])], CPUS), TypeError, ["tree[0]", "PackedSequence", "pad it"]),
         (lambda: gather([], "cpu"), ValueError, ["gather", "trees=[]"]),
         (lambda: gather([torch.ones(1)], "gpu"), ValueError, ["gather", "device='gpu'"]),
         (lambda: gather([{"a": 1}, {"b": 1}], "cpu"), ValueError, ["gather", "tree 1", "'b'", "'a'"]),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 _LEAVES = {Tensor, nn.Parameter, bool, int, float, str, type(None)}  # what most leaves are: known at a glance
 
@@ -27,7 +28,7 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
         leaves = list(tree.values()) if kind is dict else list(tree)
         if all(type(leaf) in _LEAVES for leaf in leaves):
             return leaves, Structure(kind, list(tree) if kind is dict else range(len(leaves)), None)
-    nodes, spec = pytree.tree_flatten(tree, is_leaf=_foreign)
+    nodes, spec = pytree.tree_flatten(tree, is_leaf=_closed)
     if not any(map(_foreign, nodes)):
         return nodes, Structure(spec, range(len(nodes)), None)
     leaves = []
@@ -109,6 +110,11 @@ class _Part:
         return isinstance(other, _Part) and type(self.node) is type(other.node) and self.structure == other.structure
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _closed(node: Any) -> bool:
+    """Not for pytree to open. A PackedSequence is not for anybody: its tensors mean nothing apart."""
+    return isinstance(node, PackedSequence) or _foreign(node)
 
 
 def _foreign(node: Any) -> bool:

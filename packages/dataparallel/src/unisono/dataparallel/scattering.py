@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from unisono.collectives.sizes import balanced
 from unisono.collectives.structures import Structure, flatten
@@ -69,6 +70,10 @@ def split(
         if isinstance(leaf, Tensor) and (leaf.ndim or leaf.layout != torch.strided):
             columns.append(_divide(function, leaf, len(devices), dim, sizes, structure, place))
             longest = max(longest, leaf.shape[dim])
+        elif isinstance(leaf, PackedSequence):
+            raise TypeError(
+                f"{function}: tree{structure.paths()[place]} is a PackedSequence, which cannot be split; pad it first"
+            )
         elif getattr(leaf, "ndim", 0) and hasattr(leaf, "__array__"):
             raise TypeError(
                 f"{function}: tree{structure.paths()[place]} is a {type(leaf).__name__}, which cannot be split; "
