@@ -101,7 +101,7 @@ def test_mask_token_is_found_by_either_name():
 
 
 def test_model_s_own_tokenizer_is_that_of_transformers():
-    from unisono_models.clip.weights import text_folder
+    from unisono_models.training.package_files import text_folder
 
     tokenizer = make_tokenizer(MINILM, ["these do not matter"])
     theirs = transformers.AutoTokenizer.from_pretrained(text_folder(MINILM.model))

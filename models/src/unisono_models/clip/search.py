@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unisono_models.clip.data.emoji_concepts import Vendor
 from unisono_models.clip.data.images import decode_image, read_file
 from unisono_models.clip.data.records import printable
 from unisono_models.clip.gallery import Gallery, Hit
 from unisono_models.clip.picture import Row, draw_results, make_row
 from unisono_models.clip.run_gallery import RunError, open_gallery
+from unisono_models.emoji.concepts import Vendor
 
 PROG = "python -m unisono_models.clip.search"
 

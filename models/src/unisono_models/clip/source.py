@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import overload
 
 from unisono_models.clip.config import DataConfig
-from unisono_models.clip.data.emoji_concepts import ART, list_emoji
-from unisono_models.clip.data.emoji_drawings import load_drawings
-from unisono_models.clip.data.emoji_groups import GROUPS
 from unisono_models.clip.data.emoji_splits import emoji_splits
 from unisono_models.clip.data.pairs import CaptionedPairs, Pairs
 from unisono_models.clip.data.sources import open_pairs
 from unisono_models.clip.data.splits import split_pairs
 from unisono_models.clip.data.test_sets import TestSet
+from unisono_models.emoji.concepts import ART, list_emoji
+from unisono_models.emoji.drawings import load_drawings
+from unisono_models.emoji.groups import GROUPS
 from unisono_models.training.ranks import Ranks
 from unisono_models.training.talk import together
 

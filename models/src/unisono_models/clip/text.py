@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from unisono_models.clip.config import TextConfig
-from unisono_models.clip.weights import text_folder
 from unisono_models.training.disk import replace_file
+from unisono_models.training.package_files import text_folder
 from unisono_models.training.ranks import Ranks
 from unisono_models.training.talk import tell, together
 

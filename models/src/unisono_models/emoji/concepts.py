@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from unisono_models.clip.data.emoji_groups import group_of
+from unisono_models.emoji.groups import group_of
 
 Vendor = Literal["noto", "twemoji", "openmoji"]
 VENDORS: tuple[Vendor, ...] = get_args(Vendor)
@@ -45,7 +45,7 @@ class Concept:
     name: str
     """In English: "red heart", "flag of France"."""
     group: str
-    """One of emoji_groups.GROUPS."""
+    """One of groups.GROUPS."""
     family: str
     """What is left without skin tone, gender and direction: variants look too much alike to train on one, test on another."""
 

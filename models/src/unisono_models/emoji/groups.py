@@ -60,7 +60,7 @@ def group_of(emoji: str) -> str:
     """
     number = _table().get(ord(emoji[0]))
     if number is None:
-        raise ValueError(f"group_of: emoji={emoji!r} starts with U+{ord(emoji[0]):04X}, which emoji_groups.py does not list")
+        raise ValueError(f"group_of: emoji={emoji!r} starts with U+{ord(emoji[0]):04X}, which groups.py does not list")
     return GROUPS[number]
 
 

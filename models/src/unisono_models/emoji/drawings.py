@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from unisono_models.clip.data.emoji_concepts import Drawing, folder_of, list_emoji
+from unisono_models.emoji.concepts import Drawing, folder_of, list_emoji
 from unisono_models.training.progress import watched
 
 _LAYOUT = 1  # of the file; a new one makes old files go unused

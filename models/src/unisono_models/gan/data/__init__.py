@@ -1,0 +1,1 @@
+"""Pictures to learn from, wherever they are."""

@@ -1,0 +1,138 @@
+"""A folder of picture files: its subfolders are the classes, and each rank reads its share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unisono.collectives import all_gather
+from unisono_models.gan.data.captions import read_captions
+from unisono_models.gan.data.found import Found
+from unisono_models.gan.data.images import Images
+from unisono_models.gan.data.picture_files import SUFFIXES, BrokenPictureError, read_picture
+from unisono_models.training.file_patterns import check_alike
+from unisono_models.training.progress import watched
+from unisono_models.training.ranks import Ranks
+from unisono_models.training.skipped import Skip, Skipped
+from unisono_models.training.talk import together
+
+_TESTS = ("test", "val", "valid", "validation")
+_MANY = 1000  # files that take long enough to show how far it is
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The picture files of a folder, by their names alone."""
+
+    names: tuple[str, ...]
+    """Paths below the folder, sorted."""
+    classes: tuple[str | None, ...]
+    """Of each picture; all None if one of them lies in no subfolder."""
+    test: tuple[bool, ...] | None
+    """Whether each belongs to the test set. None: there is no such folder."""
+    folders: tuple[str, ...]
+    """Where a metadata file may lie."""
+
+
+def list_folder(root: Path) -> Listing:
+    """What is in `root`, with its subfolders. Names that begin with a dot are passed over.
+
+    root/cat/1.png is of the class cat. root/train/cat/1.png and root/test/cat/1.png (or val, valid, validation) are too, and
+    what is not in train is the test set. A picture that lies in no class folder makes them all unlabelled.
+
+    Raises: FileNotFoundError if there are no pictures.
+    """
+    names = tuple(sorted(_walk(root)))
+    if not names:
+        raise FileNotFoundError(f"data.source={root}: a folder without pictures ({', '.join(sorted(SUFFIXES))})")
+    paths = [name.split("/") for name in names]
+    tops = {path[0] if len(path) > 1 else "" for path in paths}
+    divided = "train" in tops and tops <= {"train", *_TESTS}
+    below = [path[1:] if divided else path for path in paths]
+    labelled = all(len(path) > 1 for path in below)
+    classes = tuple(path[0] if labelled else None for path in below)
+    test = tuple(path[0] != "train" for path in paths) if divided and len(tops) > 1 else None
+    return Listing(names, classes, test, ("", *sorted(tops)) if divided else ("",))
+
+
+def read_folder(root: Path, *, size: int, ranks: Ranks, colour: bool = False, beat: Callable[[], None] | None = None) -> Found:
+    """All pictures of `root`, on every rank, in the order of their sorted paths. For all ranks together.
+
+    Each rank reads its share of the files. Those that cannot be read are left out, and a note says how many, which, and why.
+    beat: called after each file.
+
+    Raises: ValueError, on all ranks, if none can be read, or if the ranks do not see the same files.
+
+    Example:
+        found = read_folder(Path("/data/flowers"), size=64, colour=True, ranks=ranks)
+        found.images.classes  ->  ("daisy", "rose", …)
+    """
+    with together("read_folder"):
+        listing = list_folder(root)
+        captions = read_captions(root, listing.folders)
+    check_alike([root / name for name in listing.names], source=str(root), what="read_folder")
+    total, skipped = len(listing.names), Skipped(what="pictures", place="file")
+    first, last = (total * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
+    with together("read_folder"):
+        mine, good, broken = _read_share(root, listing.names, range(first, last), size, colour, beat, ranks.first)
+        skipped.count(last - first, broken)
+    pixels, places = all_gather(mine), all_gather(good)
+    notes: tuple[str, ...] = (skipped.report(),) if len(places) < total else ()
+    if not len(places):
+        raise ValueError(f"data.source={root}: none of its pictures can be read. {notes[0]}")
+    kept = places.tolist()
+    labels, classes = _label([listing.classes[place] for place in kept])
+    if lost := sorted({name for name in listing.classes if name is not None} - set(classes)):
+        notes += (f"Without a readable picture, and so no class: {', '.join(lost)}.",)
+    if None in listing.classes and any("/" in name for name in listing.names) and listing.test is None:
+        notes += ("Subfolders are not taken for classes: there are pictures beside them.",)
+    texts = () if captions is None else tuple(captions.get(listing.names[place], "") for place in kept)
+    test = None if listing.test is None else torch.tensor([listing.test[place] for place in kept])
+    return Found(Images(pixels, labels, classes, captions=texts if any(texts) else ()), places, total, test, notes)
+
+
+def _walk(root: Path) -> list[str]:
+    found = []
+    for folder, inner, files in os.walk(root, followlinks=True):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        below = Path(folder).relative_to(root)
+        found += [(below / x).as_posix() for x in files if not x.startswith(".") and Path(x).suffix.lower() in SUFFIXES]
+    return found
+
+
+def _read_share(
+    root: Path,
+    names: Sequence[str],
+    share: range,
+    size: int,
+    colour: bool,
+    beat: Callable[[], None] | None,
+    aloud: bool,
+) -> tuple[Tensor, Tensor, list[Skip]]:
+    """The pixels of the files at `share` that can be read, their places, and what was left out."""
+    pixels = torch.empty(len(share), 3 if colour else 1, size, size, dtype=torch.uint8)
+    good: list[int] = []
+    broken: list[Skip] = []
+    for place in watched(share, "pictures", aloud=aloud and len(share) >= _MANY):
+        try:
+            pixels[len(good)] = read_picture(root / names[place], size=size, colour=colour)
+            good.append(place)
+        except BrokenPictureError as error:
+            broken.append(Skip(place, names[place], "broken picture", str(error)))
+        if beat is not None:
+            beat()
+    return pixels[: len(good)], torch.tensor(good, dtype=torch.int64), broken
+
+
+def _label(names: Sequence[str | None]) -> tuple[Tensor | None, tuple[str, ...]]:
+    known = [name for name in names if name is not None]
+    if len(known) < len(names):
+        return None, ()
+    classes = tuple(sorted(set(known)))
+    numbers = {name: number for number, name in enumerate(classes)}
+    return torch.tensor([numbers[name] for name in known], dtype=torch.int64), classes

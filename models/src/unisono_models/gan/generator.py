@@ -1,0 +1,52 @@
+"""The generator: noise and a condition to a picture."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.functional import leaky_relu
+
+from unisono_models.gan.blocks import GAIN, SLOPE, Resample, ResidualBlock, base_size, convolution, linear
+from unisono_models.gan.conditions import ConditionEmbedding
+from unisono_models.gan.config import ModelConfig
+
+
+class Generator(nn.Module):
+    """(n, config.noise) normal numbers and a condition to pictures (n, channels, size, size) between -1 and 1.
+
+    condition: (n,) labels if config.condition is "class", (n, d) vectors if it is "vector" or "text", else None.
+    conditions: how many classes there are, or d.
+
+    Example:
+        >>> generator = Generator(ModelConfig(), size=16, channels=1, conditions=10)
+        >>> generator(torch.randn(3, 64), torch.tensor([7, 0, 1])).shape
+        torch.Size([3, 1, 16, 16])
+    """
+
+    def __init__(self, config: ModelConfig, *, size: int, channels: int, conditions: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        widths = config.generator
+        base = base_size(size, widths=len(widths), patch=config.patch)
+        blocks = config.blocks * len(widths)
+        self.condition = ConditionEmbedding(config.condition, conditions, config.embedding)
+        known = config.noise + (config.embedding if config.condition != "none" else 0)
+        self.mix = linear(known, widths[0])
+        self.basis = nn.Parameter(torch.randn(widths[0], base, base))
+        self.stages = nn.ModuleList()
+        for place, width in enumerate(widths):
+            stage: list[nn.Module] = [Resample("up", widths[place - 1], width)] if place else []
+            self.stages.append(nn.Sequential(*stage, *(ResidualBlock(width, blocks=blocks) for _ in range(config.blocks))))
+        self.pixels = convolution(widths[-1], channels * config.patch**2, scale=GAIN)
+
+    def forward(self, noise: Tensor, condition: Tensor | None = None) -> Tensor:
+        embedded = self.condition(condition)
+        known = noise if embedded is None else torch.cat([noise, embedded], 1)
+        x: Tensor = self.mix(known)[:, :, None, None] * self.basis
+        for stage in self.stages:
+            x = stage(x)
+        patch = self.config.patch  # not by nn.PixelShuffle: its backward fails on an empty batch
+        folded = torch.tanh(self.pixels(leaky_relu(x, SLOPE)))
+        pictures: Tensor = rearrange(folded, "n (c p q) h w -> n c (h p) (w q)", p=patch, q=patch)
+        return pictures

@@ -1,0 +1,169 @@
+"""What a run shows of itself: pictures as it learns, and at its end the generator exported, a table, a report."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono_models.gan.animation import find_frames, frame_path, write_animation
+from unisono_models.gan.config import Condition, Config
+from unisono_models.gan.data.images import Images
+from unisono_models.gan.evaluation import Evaluator
+from unisono_models.gan.export import write_export
+from unisono_models.gan.generator import Generator
+from unisono_models.gan.grid import draw_grid, save_picture
+from unisono_models.gan.judge import Judge
+from unisono_models.gan.nearest import find_nearest
+from unisono_models.gan.sheets import COLUMNS, find_real, make_paths, make_rows, show_some
+from unisono_models.gan.source import Source
+from unisono_models.training.html_parts import number
+from unisono_models.training.plots import readable
+from unisono_models.training.report import Picture, write_report
+from unisono_models.training.run_directory import RunDirectory
+from unisono_models.training.talk import together
+
+HIGHLIGHTS = ("frechet_distance", "label_accuracy", "precision", "recall")
+
+
+def write_frame(run: RunDirectory, average: Generator, source: Source, *, step: int, seed: int) -> None:
+    """Keep a picture of what the generator makes after `step`: of the same noise and conditions each time.
+
+    Every rank calls this; rank 0 writes samples/step-00000100.png. A disk that is full does not end the run for it.
+    """
+    with together("write_frame"):
+        if run.first:
+            shown = show_some(source.train, kind=average.config.condition, seed=seed)
+            sheet = draw_grid(make_rows(average, shown, seed=seed), columns=COLUMNS, row_names=shown.names)
+            try:
+                save_picture(sheet, frame_path(run.samples, step))
+            except OSError as error:
+                print(f"the picture of step {step:,} cannot be written ({error}). The run goes on", file=sys.stderr)
+
+
+def conclude(
+    run: RunDirectory, config: Config, average: Generator, source: Source, evaluator: Evaluator, figures: Mapping[str, float]
+) -> None:
+    """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
+    real = evaluator.real()
+    rows = figure_rows(figures, real)
+    pictures: list[Picture] = []
+    with together("conclude"):
+        if run.first:
+            write_export(run.export, average, data=config.data, images=source.train)
+            pictures = draw_pictures(run, average, source, evaluator, seed=config.run.seed)
+    write_report(
+        run,
+        title="A GAN that sees the global batch",
+        intro=_intro(config, source),
+        pictures=pictures,
+        tables={"Generated pictures beside real ones": rows},
+        notes=[*source.notes, *_notes(evaluator)],
+        summary={**figures, **real},
+        highlights=[name for name in HIGHLIGHTS if name in figures],
+    )
+    if run.first:
+        print_table(rows, title="Generated pictures beside real ones")
+        _say_where(run, config.model.condition)
+    run.finish({**figures, **real})  # last: from here on, whatever happens, it is not run again
+
+
+def draw_pictures(run: RunDirectory, average: Generator, source: Source, evaluator: Evaluator, *, seed: int) -> list[Picture]:
+    """The pictures of the report, in samples/. One rank calls."""
+    kind, found = average.config.condition, []
+
+    def keep(name: str, caption: str, sheet: Tensor, names: Sequence[str] = ()) -> None:
+        save_picture(draw_grid(sheet, columns=COLUMNS, row_names=names), run.samples / name)
+        found.append(Picture(run.samples / name, caption))
+
+    shown = show_some(source.train, kind=kind, seed=seed)
+    made = make_rows(average, shown, seed=seed)
+    same = "" if kind == "none" else ": a column has the same noise in every row"
+    keep("samples.png", f"Generated{same}. None was chosen", made, shown.names)
+    if len(frames := find_frames(run.samples)) > 1:
+        path = run.samples / "training.webp"
+        write_animation(frames, path)
+        found.append(Picture(path, "The same noise as the generator learns"))
+    places, names = find_real(source.test, shown, kind=kind)
+    real = source.test.floats(places, dtype=made.dtype)
+    if len(real):
+        keep("real.png", "Real pictures, of those that were kept from training", real, names)
+    keep("interpolation.png", "In each row from one noise to another", make_paths(average, shown, seed=seed), shown.names)
+    sheet, caption = draw_nearest(made, real, source.train, evaluator.judge)
+    keep("nearest.png", caption, sheet, ("generated", "nearest by pixels", "by features"))
+    return found
+
+
+def draw_nearest(made: Tensor, real: Tensor, train: Images, judge: Judge) -> tuple[Tensor, str]:
+    """Three rows: some of the pictures `made`, and the nearest of `train` to each, by pixels and by the judge's features."""
+    chosen = torch.linspace(0, len(made) - 1, COLUMNS).long()
+    near, distances = find_nearest(made, train)
+    near_features, _ = find_nearest(made[chosen].to(judge.head.weight.device), train, describe=judge.features)
+    rows = [made[chosen], *(train.floats(places, dtype=made.dtype) for places in (near[chosen], near_features))]
+    caption = (
+        "Some generated pictures, and those of the training that are nearest. The median distance to the nearest by pixels "
+        f"(root mean square; black and white are 2 apart) is {distances.median():.3f} for the generated pictures above"
+    )
+    if len(real):
+        caption += f", and {find_nearest(real, train)[1].median():.3f} for the real ones"
+    return torch.cat(rows), caption
+
+
+def figure_rows(figures: Mapping[str, float], real: Mapping[str, float]) -> list[dict[str, Any]]:
+    """A row for each figure: what generated pictures score, and what real ones do, by "real/frechet_distance" and so on."""
+    return [
+        {"figure": readable(name), "generated": value, "real": real.get(f"real/{name}", "")} for name, value in figures.items()
+    ]
+
+
+def _intro(config: Config, source: Source) -> str:
+    told = {"class": "by class", "vector": "by vector", "text": "by text", "none": "without conditions"}[config.model.condition]
+    return (
+        f"A generator of pictures of {source.train.size} pixels, {told}, was trained on {len(source.train):,} pictures, "
+        f"{config.run.steps:,} steps of {config.data.batch:,}, with the {config.loss.kind} loss and the penalties "
+        f"{config.loss.penalty}. All of it sees the global batch: on any number of ranks it is the same training.\n\n"
+        "What is shown and measured is the moving average of the generator after the last step; nothing was chosen by a test."
+    )
+
+
+def _notes(evaluator: Evaluator) -> list[str]:
+    judge = evaluator.judge
+    task = f"the {len(judge.classes)} classes" if judge.classes else "how far pictures were turned"
+    return [
+        "The Fréchet distance is not FID, and compares to no published one: its features are those of a small classifier of "
+        f"{task}, which was trained on the same pictures and is right about {judge.accuracy:.1%} of those that were kept from "
+        "training. The other figures go by the same classifier.",
+        f"“Real” is what the {len(evaluator.source.test):,} pictures score that were kept from training. "
+        f"{evaluator.config.samples:,} were generated: of fewer pictures, chance alone makes the distances larger.",
+    ]
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
+    """On the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for name in rows[0] if rows else ():
+        table.add_column(name, justify="left" if name == "figure" else "right")
+    for row in rows:
+        table.add_row(*(number(cell) for cell in row.values()))
+    Console(width=None if Console().is_terminal else 110).print(table)
+
+
+def _say_where(run: RunDirectory, kind: Condition) -> None:
+    from rich.console import Console
+
+    console = Console()
+    python = "python" if shutil.which("python") == sys.executable else sys.executable  # of a checkout: not on the path
+    asked = {"class": "", "none": "", "text": ' --texts "red heart"', "vector": " --vectors FILE.npy"}[kind]
+    for what, command in (
+        ("Report", str(run.path / "report.html")),
+        ("Make more", f"{python} -m unisono_models.gan.sample {run.path}{asked} --out grid.png"),
+        ("Measure again", f"{python} -m unisono_models.gan.evaluate {run.path}"),
+    ):
+        console.print(f"{what}:  {command}", soft_wrap=True, highlight=False)

@@ -1,0 +1,60 @@
+"""Batches are slices of one global batch, to the bit, whatever the number of ranks."""
+
+import pytest
+import torch
+
+from unisono_models.gan.batches import Batches
+from unisono_models.gan.data.images import Images
+from unisono_models.training.order import SampleOrder
+from unisono_models.training.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+def make_images(rows=11):
+    random = torch.Generator().manual_seed(0)
+    return Images(
+        torch.randint(256, (rows, 1, 8, 8), generator=random, dtype=torch.uint8),
+        torch.arange(rows) % 4,
+        tuple("abcd"),
+        torch.randn(4, 3, generator=random)[torch.arange(rows) % 4],
+    )
+
+
+def make_batches(kind, rank=0, size=1, images=None):
+    images = images or make_images()
+    return Batches(images, kind, SampleOrder(len(images), 5, 3), 37, 3, Ranks(rank, size, rank, CPU), torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["class", "vector", "none"])
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_shares_are_slices_of_the_whole(kind, size):
+    for step in (0, 2, 3):  # the second has the one sample that is left of an epoch
+        whole = make_batches(kind).at(step)
+        shares = [make_batches(kind, rank, size).at(step) for rank in range(size)]
+        assert whole.sizes == ((1,) if step == 2 else (5,))
+        assert {share.sizes for share in shares} == {tuple(len(share.images) for share in shares)}
+        assert {share.shift for share in shares} == {whole.shift} and {share.repeats for share in shares} == {whole.repeats}
+        for name in ("images", "condition", "ids", "noise"):
+            pieces = [getattr(share, name) for share in shares]
+            assert torch.equal(torch.cat(pieces), getattr(whole, name)) if getattr(whole, name) is not None else not any(pieces)
+
+
+def test_steps_differ_and_conditions_are_those_of_the_pictures():
+    images = make_images()
+    batches = make_batches("vector")
+    for step in range(6):
+        batch, samples = batches.at(step), SampleOrder(11, 5, 3).at(step)
+        assert torch.equal(batch.images, images.floats(samples, dtype=torch.float64))
+        assert torch.equal(batch.condition, images.vectors[samples].double())
+        assert torch.equal(batch.ids[:, None] == batch.ids, images.labels[samples][:, None] == images.labels[samples])
+        assert 1 <= batch.shift < max(2, len(samples))
+        assert batch.repeats == (len(set(images.labels[samples].tolist())) < len(samples))
+    assert not torch.equal(batches.at(0).noise, batches.at(1).noise)
+    assert len({batches.at(step).shift for step in range(0, 12, 3)}) > 1
+
+
+@pytest.mark.parametrize(("kind", "lacks"), [("class", "labels"), ("vector", "vectors"), ("text", "vectors")])
+def test_rejects_pictures_without_the_condition(kind, lacks):
+    with pytest.raises(ValueError, match=f"kind='{kind}', but the pictures have no {lacks}"):
+        make_batches(kind, images=Images(make_images().pixels)).at(0)

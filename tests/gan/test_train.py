@@ -1,0 +1,150 @@
+"""Whole runs of the tiny recipe: the same numbers again, on other numbers of ranks, and after a stop."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.without_curves import without_curves
+from unisono_models.gan.config import LossConfig
+from unisono_models.gan.evaluate import main as evaluate
+from unisono_models.gan.recipes import RECIPES
+from unisono_models.gan.sample import main as sample
+from unisono_models.gan.train import gamma_of, main
+from unisono_models.training.randomness import key_of
+
+SHORT = ["--run.steps", "12", "--run.evaluate-every", "6", "--checkpoint.every", "0", "--evaluation.pictures-every", "4"]
+SHORT += ["--evaluation.judge-steps", "10", "--evaluation.samples", "60", "--data.batch", "21"]
+EXACT = ["--precision", "float64", "--loss.matching", "0.5", "--loss.contrast", "0.1", "--loss.kind", "all_pairs"]
+
+
+def train_and_draw(directory, *args):
+    torch.manual_seed(key_of(0, str(directory)) % 2**31)  # the state of the generator must not matter
+    main(["tiny", "--run.dir", str(directory), *SHORT, *args])
+
+
+def train(directory, *args):
+    with without_curves():
+        train_and_draw(directory, *args)
+
+
+def metrics(directory, kind="train"):
+    lines = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+    return {
+        line["step"]: {name: x for name, x in line.items() if name not in ("kind", "step")}
+        for line in lines
+        if line["kind"] == kind
+    }
+
+
+def furthest(one, other):
+    assert one.keys() == other.keys() and all(one[step].keys() == other[step].keys() for step in one)
+    return max(abs(one[step][name] - other[step][name]) / max(1e-3, abs(one[step][name])) for step in one for name in one[step])
+
+
+@pytest.fixture(scope="module")
+def on_two(ranks, tmp_path_factory):
+    """A finished run on two ranks."""
+    directory = tmp_path_factory.mktemp("runs") / "two"
+    ranks(train_and_draw, directory, world_size=2, timeout=120)
+    return directory
+
+
+def test_run_leaves_everything_behind(on_two):
+    names = {path.name for path in on_two.iterdir()}
+    assert {
+        "config.json",
+        "provenance.json",
+        "metrics.jsonl",
+        "plots",
+        "report.html",
+        "summary.json",
+        "judge.safetensors",
+    } <= names
+    frames = {path.name for path in (on_two / "samples").iterdir()}
+    assert {"samples.png", "real.png", "training.webp", "interpolation.png", "step-00000004.png", "step-00000012.png"} <= frames
+    trained = metrics(on_two)
+    assert sorted(trained) == list(range(12)) and {"loss/discriminator", "loss/generator", "lr"} <= trained[0].keys()
+    assert [step for step in trained if "discriminator/penalty" in trained[step]] == [0, 2, 4, 6, 8, 10]
+    figures = json.loads((on_two / "summary.json").read_text())
+    assert {
+        "frechet_distance",
+        "kernel_distance",
+        "precision",
+        "recall",
+        "label_accuracy",
+        "class_coverage",
+        "real/frechet_distance",
+    } <= figures.keys()
+    assert figures["frechet_distance"] > figures["real/frechet_distance"] > 0
+    report = (on_two / "report.html").read_text()
+    assert "data:image/webp" in report and "not FID" in report
+
+
+def test_same_ranks_give_the_same_bits_also_after_a_stop(ranks, on_two, tmp_path):
+    ranks(train, tmp_path / "run", "--run.stop-after", "7", world_size=2, timeout=120)
+    assert sorted(metrics(tmp_path / "run")) == list(range(7)) and not (tmp_path / "run/summary.json").exists()
+    ranks(train, tmp_path / "run", world_size=2, timeout=120)
+    assert metrics(tmp_path / "run") == metrics(on_two)
+    assert metrics(tmp_path / "run", "evaluation") == metrics(on_two, "evaluation")
+    for name in ("export/model.safetensors", "judge.safetensors", "samples/samples.png", "summary.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (on_two / name).read_bytes()
+
+
+def test_other_ranks_give_the_same_curve_also_after_a_stop(ranks, on_two, tmp_path):
+    ranks(train, tmp_path / "run", "--run.stop-after", "5", world_size=3, timeout=120)
+    ranks(train, tmp_path / "run", world_size=1, timeout=120)
+    assert furthest(metrics(tmp_path / "run"), metrics(on_two)) < 1e-3
+    assert furthest(metrics(tmp_path / "run", "evaluation"), metrics(on_two, "evaluation")) < 1e-2
+
+
+def test_ranks_differ_by_rounding_alone(ranks, tmp_path):
+    """In float64, with all terms, of uneven shares: 21 pictures on four ranks, whose groups of four straddle them."""
+    for world in (1, 4):
+        ranks(train, tmp_path / str(world), *EXACT, "--run.stop-after", "8", world_size=world, timeout=120)
+    assert len(metrics(tmp_path / "1")) == 8
+    assert furthest(metrics(tmp_path / "1"), metrics(tmp_path / "4")) < 1e-9
+
+
+def test_exported_generator_is_measured_and_sampled_again(on_two, tmp_path, capsys):
+    kept = json.loads((on_two / "summary.json").read_text())
+    evaluate([str(on_two)])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "frechet" in line)
+    assert line.count(f" {kept['frechet_distance']:.4g} ") == 2  # now, and then
+    sample([str(on_two), "--labels", "3", "1", "4", "--out", str(tmp_path / "grid.png")])
+    assert (tmp_path / "grid.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_penalty_counts_for_the_steps_without_it():
+    config = RECIPES["tiny"]
+    every = LossConfig.penalty_every
+    assert gamma_of(config, 0) == every * config.loss.gamma and gamma_of(config, 1) == 0
+    assert every * config.loss.gamma_final < gamma_of(config, 58) < every * config.loss.gamma_final * 1.1
+
+
+def test_changed_pictures_are_noticed(ranks, tmp_path):
+    train(tmp_path / "run", "--run.stop-after", "2")
+    saved = json.loads((tmp_path / "run/config.json").read_text())
+    saved["config"]["data"]["test_part"] = 0.3
+    (tmp_path / "run/config.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match="other pictures"):
+        train(tmp_path / "run", "--data.test-part", "0.3")
+
+
+@pytest.mark.parametrize("name", list(RECIPES.recipes))
+def test_recipes_fit_their_pictures(name):
+    """Networks of every recipe can be made; the smallest batch goes through them."""
+    from unisono_models.gan.objective import Game
+
+    config = RECIPES[name]
+    channels = 3 if config.data.colour else 1
+    with torch.device("meta"):
+        game = Game(config.model, config.loss, size=config.data.size, channels=channels, conditions=7)
+        made = game.generator(torch.zeros(2, config.model.noise), _condition(config.model.condition))
+        assert made.shape == (2, channels, config.data.size, config.data.size)
+        assert game.discriminator(made, _condition(config.model.condition), sizes=(2,)).shape == (2,)
+
+
+def _condition(kind):
+    return {"class": torch.zeros(2, dtype=torch.int64), "none": None}.get(kind, torch.zeros(2, 7))
