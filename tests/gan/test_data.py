@@ -70,7 +70,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_mnist_is_split_by_class_as_on_every_machine() -> None:
-    source = opened(DataConfig(), "class")
+    source = opened(DataConfig(size=16), "class")
     assert source.train.labels is not None and source.test.labels is not None
     assert source.train.labels.bincount().tolist() == [400] * 10 and source.test.labels.bincount().tolist() == [100] * 10
     assert source.shapes("class") == {"size": 16, "channels": 1, "conditions": 10} and source.shapes("none")["conditions"] == 0

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.gan.small_game import CASES, CLASSES, SMALL, WIDTH
-from unisono_models.gan.batches import Batch
 from unisono_models.gan.config import LossConfig, ModelConfig
-from unisono_models.gan.minibatch_stddev import minibatch_stddev
-from unisono_models.gan.objective import Game
+from unisono_models.gan.game.batches import Batch
+from unisono_models.gan.game.objective import Game
+from unisono_models.gan.networks.minibatch_stddev import minibatch_stddev
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
 RANK, WORLD = 17, 24

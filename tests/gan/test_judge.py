@@ -12,8 +12,9 @@ from torch import Tensor
 from unisono_models.gan.config import DataConfig, EvaluationConfig
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.evaluation import Evaluator
-from unisono_models.gan.judge import Judge, classes_of, read_judge, ready_judge, write_judge
-from unisono_models.gan.judge_training import train_judge
+from unisono_models.gan.judge.kept import classes_of, read_judge, ready_judge, write_judge
+from unisono_models.gan.judge.network import Judge
+from unisono_models.gan.judge.training import train_judge
 from unisono_models.gan.source import Source, open_source
 from unisono_models.training.ranks import Ranks, start_ranks
 
@@ -150,6 +151,6 @@ def test_perfect_pictures_score_as_real_ones() -> None:
 
 
 def test_judge_knows_real_digits() -> None:
-    source = open_source(DataConfig(), condition="class", ranks=alone())
+    source = open_source(DataConfig(size=16), condition="class", ranks=alone())
     judge = Judge(channels=1, size=16, classes=classes_of(source))
     assert train_judge(judge, source, EvaluationConfig(judge_steps=100)) > 0.9

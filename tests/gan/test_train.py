@@ -123,6 +123,23 @@ def test_penalty_counts_for_the_steps_without_it():
     assert every * config.loss.gamma_final < gamma_of(config, 58) < every * config.loss.gamma_final * 1.1
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--data.batch", "0", "batch are at least 1"),
+        ("--model.generator", "", "each network has some"),
+        ("--loss.penalty-every", "0", "penalty_every is at least 1"),
+        ("--optimizer.half-life", "0", "half_life are above 0"),
+        ("--evaluation.neighbours", "60", "more samples than neighbours"),
+        ("--model.generator", "16 8 4 2 1", "multiple of 2 * 2**4 = 32"),
+    ],
+)
+def test_bad_settings_are_refused(option, value, says, tmp_path, capsys):
+    with pytest.raises((SystemExit, ValueError)) as error:
+        main(["tiny", "--run.dir", str(tmp_path / "run"), *SHORT, option, *value.split()])
+    assert says in " ".join((str(error.value) + capsys.readouterr().err).replace("│", " ").split())
+
+
 def test_changed_pictures_are_noticed(ranks, tmp_path):
     train(tmp_path / "run", "--run.stop-after", "2")
     saved = json.loads((tmp_path / "run/config.json").read_text())
@@ -135,7 +152,7 @@ def test_changed_pictures_are_noticed(ranks, tmp_path):
 @pytest.mark.parametrize("name", list(RECIPES.recipes))
 def test_recipes_fit_their_pictures(name):
     """Networks of every recipe can be made; the smallest batch goes through them."""
-    from unisono_models.gan.objective import Game
+    from unisono_models.gan.game.objective import Game
 
     config = RECIPES[name]
     channels = 3 if config.data.colour else 1

@@ -10,18 +10,18 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from unisono_models.gan import evaluate, sample
-from unisono_models.gan.animation import FIRST, LAST, find_frames, frame_path, write_animation
 from unisono_models.gan.config import Config, DataConfig, EvaluationConfig, ModelConfig
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.evaluation import Evaluator
 from unisono_models.gan.export import read_export, write_export
-from unisono_models.gan.generating import generate, generate_like
-from unisono_models.gan.generator import Generator
-from unisono_models.gan.grid import BACKGROUND, GAP, MARGIN, draw_grid, to_pixels
-from unisono_models.gan.judge import ready_judge
-from unisono_models.gan.nearest import find_nearest
+from unisono_models.gan.judge.kept import ready_judge
+from unisono_models.gan.networks.generator import Generator
 from unisono_models.gan.outcome import conclude, write_frame
-from unisono_models.gan.sheets import interpolate, show_classes, show_some
+from unisono_models.gan.pictures.animation import FIRST, LAST, find_frames, frame_path, write_animation
+from unisono_models.gan.pictures.generating import generate, generate_like
+from unisono_models.gan.pictures.grid import BACKGROUND, GAP, MARGIN, draw_grid, to_pixels
+from unisono_models.gan.pictures.nearest import find_nearest
+from unisono_models.gan.pictures.sheets import interpolate, show_classes, show_some
 from unisono_models.gan.source import Source, open_source
 from unisono_models.training.config import RunConfig
 from unisono_models.training.ranks import Ranks

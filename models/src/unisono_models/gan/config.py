@@ -17,7 +17,7 @@ class DataConfig:
     source: str = "mnist-5k"
     """mnist-5k or emoji (they come with pip packages); a folder of idx files, as those of MNIST and Fashion-MNIST, plain or
     .gz; a folder of images, whose subfolders are the classes."""
-    size: int = 16
+    size: int = 28
     """Pixels a side. Pictures are scaled to it."""
     colour: bool = False
     """Three channels instead of one."""
@@ -29,6 +29,10 @@ class DataConfig:
     """Condition vector: a .npy file with a row for each picture, in the order of their sorted paths."""
     text_model: str = ""
     """Condition text: the folder or the hub's name of a transformers encoder. Empty: MiniLM, which comes with a pip package."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.batch < 1 or not 0 < self.test_part < 1:
+            raise ValueError(f"data: {self}: size and batch are at least 1, test_part is between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,14 @@ class ModelConfig:
     stddev_group: int = 4
     """Neighbours in the global batch over which the discriminator sees standard deviations. 0: it does not."""
 
+    def __post_init__(self) -> None:
+        sizes = (self.noise, self.blocks, self.patch, self.embedding, *self.generator, *self.discriminator)
+        if min(sizes) < 1 or not self.generator or not self.discriminator or self.stddev_group < 0:
+            raise ValueError(
+                f"model: {self}: noise, blocks, patch, embedding and all channels are at least 1, each network has some, and "
+                "stddev_group is not negative"
+            )
+
 
 @dataclass(frozen=True)
 class LossConfig:
@@ -74,6 +86,11 @@ class LossConfig:
     temperature: float = 0.1
     """Of the contrastive term."""
 
+    def __post_init__(self) -> None:
+        weights = (self.gamma, self.gamma_final, self.matching, self.contrast)
+        if not min(weights) >= 0 or self.penalty_every < 1 or not self.temperature > 0:
+            raise ValueError(f"loss: {self}: weights are not negative, penalty_every is at least 1, temperature is above 0")
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -88,6 +105,10 @@ class OptimizerConfig:
     beta2: float = 0.99
     half_life: float = 5000.0
     """Pictures after which a weight counts half in the moving average."""
+
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and self.half_life > 0 and 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(f"optimizer: {self}: lr and half_life are above 0, betas from 0 to less than 1")
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,13 @@ class EvaluationConfig:
     """Of precision and recall: pictures are alike if one is as near to the other as its neighbour of this number."""
     tile: int = 500
     """Pictures at a time, and rows of distances."""
+
+    def __post_init__(self) -> None:
+        if self.samples <= self.neighbours or min(self.neighbours, self.judge_batch, self.tile) < 1 or self.judge_steps < 0:
+            raise ValueError(
+                f"evaluation: {self}: there are more samples than neighbours, these, judge_batch and tile are at least 1, and "
+                "judge_steps are not negative"
+            )
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import tyro
 
 from unisono_models.gan.evaluation import Evaluator
 from unisono_models.gan.export import read_export
-from unisono_models.gan.generating import generate_like
-from unisono_models.gan.judge import ready_judge
+from unisono_models.gan.judge.kept import ready_judge
 from unisono_models.gan.outcome import figure_rows, print_table
+from unisono_models.gan.pictures.generating import generate_like
 from unisono_models.gan.run_export import RunError, find_run
 from unisono_models.gan.source import open_source
 from unisono_models.training.config_json import read_json

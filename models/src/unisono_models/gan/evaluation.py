@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono_models.gan.config import EvaluationConfig
 from unisono_models.gan.data.images import Images
-from unisono_models.gan.judge import Judge
+from unisono_models.gan.judge.network import Judge
 from unisono_models.gan.metrics.agreement import tiles_of
 from unisono_models.gan.metrics.frechet import frechet_distance, take_moments
 from unisono_models.gan.metrics.kernel import kernel_distance

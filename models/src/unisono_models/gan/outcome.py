@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono_models.gan.animation import find_frames, frame_path, write_animation
 from unisono_models.gan.config import Condition, Config
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.evaluation import Evaluator
 from unisono_models.gan.export import write_export
-from unisono_models.gan.generator import Generator
-from unisono_models.gan.grid import draw_grid, save_picture
-from unisono_models.gan.judge import Judge
-from unisono_models.gan.nearest import find_nearest
-from unisono_models.gan.sheets import COLUMNS, find_real, make_paths, make_rows, show_some
+from unisono_models.gan.judge.network import Judge
+from unisono_models.gan.networks.generator import Generator
+from unisono_models.gan.pictures.animation import find_frames, frame_path, write_animation
+from unisono_models.gan.pictures.grid import draw_grid, save_picture
+from unisono_models.gan.pictures.nearest import find_nearest
+from unisono_models.gan.pictures.sheets import COLUMNS, find_real, make_paths, make_rows, show_some
 from unisono_models.gan.source import Source
 from unisono_models.training.html_parts import number
 from unisono_models.training.plots import readable

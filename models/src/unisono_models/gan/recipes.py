@@ -13,19 +13,19 @@ RECIPES: Recipes[Config] = Recipes("gan", Config)
 
 @RECIPES.add
 def digits() -> Config:
-    """Handwritten digits of 16 pixels by class (MNIST-5k): five minutes on two cores."""
+    """Handwritten digits by class (MNIST-5k), as they were scanned, 28 pixels: five minutes on two cores."""
     return Config(
-        run=RunConfig(steps=4000, evaluate_every=500, log_every=20),
+        run=RunConfig(steps=2000, evaluate_every=500, log_every=20),
         optimizer=OptimizerConfig(warmup=0.05),
         checkpoint=CheckpointConfig(every=500),
     )
 
 
 @RECIPES.add
-def digits28() -> Config:
-    """As digits, of 28 pixels, as they were written: ten minutes."""
+def digits16() -> Config:
+    """As digits, reduced to 16 pixels, for twice as many steps."""
     config = digits()
-    return replace(config, data=replace(config.data, size=28))
+    return replace(config, run=replace(config.run, steps=4000), data=replace(config.data, size=16))
 
 
 @RECIPES.add
@@ -38,7 +38,7 @@ def digits_unconditional() -> Config:
 def fashion() -> Config:
     """Clothes by class, 28 pixels: --data.source with the folder of Fashion-MNIST's idx files."""
     config = digits()
-    data = DataConfig("/usr/share/datasets/fashion-mnist", size=28, batch=256)
+    data = DataConfig("/usr/share/datasets/fashion-mnist", batch=256)
     return replace(config, run=replace(config.run, steps=20_000, evaluate_every=2000), data=data)
 
 

@@ -15,9 +15,9 @@ from einops import rearrange
 from PIL import Image
 
 from unisono_models.gan.export import Exported, read_export
-from unisono_models.gan.grid import draw_grid, save_picture
+from unisono_models.gan.pictures.grid import draw_grid, save_picture
+from unisono_models.gan.pictures.sheets import Shown, draw_noise, make_paths, make_pictures, show_classes
 from unisono_models.gan.run_export import RunError, find_run
-from unisono_models.gan.sheets import Shown, draw_noise, make_paths, make_pictures, show_classes
 
 _COUNT, _ROWS = 8, 10  # pictures of each condition; rows of an interpolation without any
 _MOST = 20  # classes, unless they are named

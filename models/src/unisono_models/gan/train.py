@@ -9,14 +9,14 @@ import torch
 from torch.optim import Adam
 
 from unisono.dataparallel import GradientSync
-from unisono_models.gan.batches import Batches
 from unisono_models.gan.config import Config, OptimizerConfig
 from unisono_models.gan.evaluation import Evaluator
-from unisono_models.gan.generating import generate_like
-from unisono_models.gan.judge import ready_judge
-from unisono_models.gan.moving_average import start_average, update_average
-from unisono_models.gan.objective import Game
+from unisono_models.gan.game.batches import Batches
+from unisono_models.gan.game.objective import Game
+from unisono_models.gan.judge.kept import ready_judge
+from unisono_models.gan.networks.moving_average import start_average, update_average
 from unisono_models.gan.outcome import conclude, write_frame
+from unisono_models.gan.pictures.generating import generate_like
 from unisono_models.gan.recipes import RECIPES
 from unisono_models.gan.source import open_source
 from unisono_models.training.checkpoints import Checkpoints

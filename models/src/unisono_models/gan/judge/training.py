@@ -11,7 +11,7 @@ from torch.optim import Adam
 
 from unisono_models.gan.config import EvaluationConfig
 from unisono_models.gan.data.images import Images
-from unisono_models.gan.judge_network import Judge
+from unisono_models.gan.judge.network import Judge
 from unisono_models.gan.source import Source
 from unisono_models.training.heartbeat import Heartbeat
 from unisono_models.training.order import SampleOrder

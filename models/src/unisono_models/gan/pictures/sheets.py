@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono_models.gan.batches import condition_of
 from unisono_models.gan.config import Condition
 from unisono_models.gan.data.images import Images
-from unisono_models.gan.generator import Generator
+from unisono_models.gan.game.batches import condition_of
+from unisono_models.gan.networks.generator import Generator
 from unisono_models.training.randomness import normal, uniform
 
 ROWS, COLUMNS = 10, 10

@@ -8,10 +8,10 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import leaky_relu, normalize
 
-from unisono_models.gan.blocks import SLOPE, Resample, ResidualBlock, base_size, convolution, linear
-from unisono_models.gan.conditions import ConditionEmbedding
 from unisono_models.gan.config import ModelConfig
-from unisono_models.gan.minibatch_stddev import MinibatchStddev
+from unisono_models.gan.networks.blocks import SLOPE, Resample, ResidualBlock, base_size, convolution, linear
+from unisono_models.gan.networks.condition_embedding import ConditionEmbedding
+from unisono_models.gan.networks.minibatch_stddev import MinibatchStddev
 
 
 class Discriminator(nn.Module):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from unisono_models.gan.grid import BACKGROUND, INK, LETTERS, MARGIN, font
+from unisono_models.gan.pictures.grid import BACKGROUND, INK, LETTERS, MARGIN, font
 from unisono_models.training.disk import replace_file
 
 FIRST, LAST = 900, 3000  # milliseconds

@@ -12,15 +12,13 @@ from safetensors.torch import save
 
 from unisono.collectives import broadcast
 from unisono_models.gan.config import EvaluationConfig
-from unisono_models.gan.judge_network import Judge
-from unisono_models.gan.judge_training import train_judge
+from unisono_models.gan.judge.network import Judge
+from unisono_models.gan.judge.training import train_judge
 from unisono_models.gan.source import Source
 from unisono_models.training.disk import replace_file
 from unisono_models.training.heartbeat import Heartbeat
 from unisono_models.training.ranks import Ranks
 from unisono_models.training.talk import tell, together
-
-__all__ = ["Judge", "classes_of", "read_judge", "ready_judge", "write_judge"]
 
 
 def ready_judge(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unisono_models.gan.batches import condition_of
 from unisono_models.gan.data.images import Images
-from unisono_models.gan.generator import Generator
+from unisono_models.gan.game.batches import condition_of
+from unisono_models.gan.networks.generator import Generator
 from unisono_models.training.randomness import normal
 
 

@@ -7,9 +7,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import leaky_relu
 
-from unisono_models.gan.blocks import GAIN, SLOPE, Resample, ResidualBlock, base_size, convolution, linear
-from unisono_models.gan.conditions import ConditionEmbedding
 from unisono_models.gan.config import ModelConfig
+from unisono_models.gan.networks.blocks import GAIN, SLOPE, Resample, ResidualBlock, base_size, convolution, linear
+from unisono_models.gan.networks.condition_embedding import ConditionEmbedding
 
 
 class Generator(nn.Module):

@@ -9,13 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from unisono.contrastive import clip_loss, supcon_loss
-from unisono_models.gan.batches import Batch
 from unisono_models.gan.config import LossConfig, ModelConfig
-from unisono_models.gan.discriminator import Discriminator
-from unisono_models.gan.generator import Generator
-from unisono_models.gan.losses import discriminator_losses, generator_losses, is_relativistic, mean_columns, mismatch_losses
-from unisono_models.gan.matching import mismatched
-from unisono_models.gan.penalties import squared_gradients
+from unisono_models.gan.game.batches import Batch
+from unisono_models.gan.game.losses import (
+    discriminator_losses,
+    generator_losses,
+    is_relativistic,
+    mean_columns,
+    mismatch_losses,
+)
+from unisono_models.gan.game.matching import mismatched
+from unisono_models.gan.game.penalties import squared_gradients
+from unisono_models.gan.networks.discriminator import Discriminator
+from unisono_models.gan.networks.generator import Generator
 
 
 class Game(nn.Module):

@@ -1,0 +1,1 @@
+"""The game the networks play, over the global batch: rows of a step, losses, penalties."""

@@ -1,0 +1,1 @@
+"""The two networks, from the blocks they share."""

@@ -1,0 +1,1 @@
+"""Pictures from a generator: made, laid out, and shown as they change."""
