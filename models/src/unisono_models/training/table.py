@@ -23,8 +23,8 @@ class Options:
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Run directories."""
-    figures: tuple[str, ...] = ("*recall@1", "*recall@10")
-    """Which figures, as patterns of their names in summary.json."""
+    figures: tuple[str, ...] = ("*",)
+    """Which figures, as patterns of their names in summary.json, such as '*recall@1'."""
     digits: int = 3
     """Behind the point."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,17 +42,38 @@ def read_captions(root: Path, folders: Sequence[str] = ("",)) -> dict[str, str] 
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Rows by the names of their columns, each with the line that it begins in."""
+    data = path.read_bytes()
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            if path.suffix == ".csv":
-                rows = csv.DictReader(file)
-                yield from ((rows.line_num, row) for row in rows)
-                return
-            for line, text in enumerate(file, 1):
-                if text.strip():
-                    row = json.loads(text)
-                    if not isinstance(row, dict):
-                        raise ValueError(f"line {line}: not an object in braces")
-                    yield line, row
-    except (UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
-        raise ValueError(f"read_captions: {path}: {error}") from error
+        text = data.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"read_captions: {path}, line {data.count(10, 0, error.start) + 1}: {error}") from error
+    return _csv_rows(path, text) if path.suffix == ".csv" else _json_rows(path, text)
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    reader, line = csv.reader(io.StringIO(text, newline="")), 1
+    try:
+        header: list[str] = next(reader, [])
+        if _FILE not in header or not set(_TEXTS) & set(header):
+            yield 1, dict.fromkeys(header)  # which is refused, also if no row follows
+        line = reader.line_num + 1
+        for values in reader:
+            if values:
+                yield line, dict(zip(header, values, strict=False))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"read_captions: {path}, line {line}: {error}") from error
+
+
+def _json_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for line, part in enumerate(text.split("\n"), 1):
+        if part.strip():
+            try:
+                row = json.loads(part)
+            except (json.JSONDecodeError, RecursionError) as error:
+                why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+                raise ValueError(f"read_captions: {path}, line {line}: not JSON: {why}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"read_captions: {path}, line {line}: not an object in braces")
+            yield line, row

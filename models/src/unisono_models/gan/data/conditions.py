@@ -11,6 +11,17 @@ from torch import Tensor
 
 from unisono_models.gan.config import Condition, DataConfig
 from unisono_models.gan.data.found import Found
+from unisono_models.gan.data.images import Images
+
+
+def check_settings(config: DataConfig, *, condition: Condition) -> None:
+    """Raises: ValueError if the config names what another condition would need: it would be passed over."""
+    for name, value, kind in (("vectors", config.vectors, "vector"), ("text-model", config.text_model, "text")):
+        if value and condition != kind:
+            raise ValueError(
+                f"--data.{name} {value}: is for model.condition={kind}, and it is {condition}: leave it out, or say "
+                f"--model.condition {kind}"
+            )
 
 
 def check_condition(found: Found, config: DataConfig, *, condition: Condition) -> Found:
@@ -33,31 +44,33 @@ def check_condition(found: Found, config: DataConfig, *, condition: Condition) -
         if not any(images.captions):
             raise ValueError(
                 f"model.condition=text: {source} has no captions: put a metadata.csv with the columns file_name and text into "
-                "the folder, or say --model.condition class or none"
+                f"the folder, or say --model.condition class or none. {' '.join(found.notes)}".rstrip(". ")
             )
         return _drop_silent(found)
     return found
 
 
-def read_vectors(path: Path, places: Tensor, *, total: int) -> Tensor:
-    """The rows at `places` of a .npy file, float32 (n, d). It must have a row for each of the `total` pictures of the source.
+def read_vectors(path: Path, places: Tensor | None = None, *, total: int | None = None, option: str = "data.vectors") -> Tensor:
+    """The rows of a .npy file, float32 (n, d): those at `places`, or all. Nothing in the file is executed.
 
-    Nothing in the file is executed.
+    total: the pictures of the source, of which each must have a row.
+    option: by which the file was named, for errors.
+
+    Raises: ValueError if it is no table of numbers, or not of finite ones.
     """
     try:
         table = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"data.vectors={path}: not a .npy file of numbers: {error}") from error
+        raise ValueError(f"{option}={path}: not a .npy file of numbers: {error}") from error
     if not isinstance(table, np.ndarray) or table.ndim != 2 or table.dtype.kind not in "fiu" or 0 in table.shape:
-        raise ValueError(f"data.vectors={path}: must hold one table of numbers, a row for each picture")
-    if len(table) != total:
-        raise ValueError(
-            f"data.vectors={path}: {len(table):,} rows for {total:,} pictures: must be one for each, broken ones too"
-        )
+        raise ValueError(f"{option}={path}: must hold one table of numbers, a row for each picture")
+    if total is not None and len(table) != total:
+        raise ValueError(f"{option}={path}: {len(table):,} rows for {total:,} pictures: must be one for each, broken ones too")
+    places = torch.arange(len(table)) if places is None else places
     vectors = torch.from_numpy(table[places.numpy()].astype(np.float32))
     if not bool(vectors.isfinite().all()):
         row = int(places[~vectors.isfinite().all(1)][0])
-        raise ValueError(f"data.vectors={path}: row {row} has numbers that are not finite")
+        raise ValueError(f"{option}={path}: row {row} has numbers that are not finite")
     return vectors
 
 
@@ -67,5 +80,16 @@ def _drop_silent(found: Found) -> Found:
         return found
     kept = spoken.nonzero().squeeze(1)
     note = f"{len(spoken) - len(kept):,} of {len(spoken):,} pictures left out: they have no caption."
+    images, lost = _drop_classes(found.images.take(kept))
+    notes = (note, f"Without a picture, and so no class: {', '.join(lost)}.") if lost else (note,)
     test = None if found.test is None else found.test[kept]
-    return replace(found, images=found.images.take(kept), places=found.places[kept], test=test, notes=(*found.notes, note))
+    return replace(found, images=images, places=found.places[kept], test=test, notes=(*found.notes, *notes))
+
+
+def _drop_classes(images: Images) -> tuple[Images, tuple[str, ...]]:
+    """Without the classes that no picture is of, and their names."""
+    if images.labels is None:
+        return images, ()
+    used, labels = images.labels.unique(return_inverse=True)
+    classes = tuple(images.classes[number] for number in used.tolist())
+    return replace(images, labels=labels, classes=classes), tuple(name for name in images.classes if name not in classes)

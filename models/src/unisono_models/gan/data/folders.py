@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,8 @@ def list_folder(root: Path) -> Listing:
     """What is in `root`, with its subfolders. Names that begin with a dot are passed over.
 
     root/cat/1.png is of the class cat. root/train/cat/1.png and root/test/cat/1.png (or val, valid, validation) are too, and
-    what is not in train is the test set. A picture that lies in no class folder makes them all unlabelled.
+    what is not in train is the test set. A picture that lies in no class folder makes them all unlabelled. Links to folders are
+    followed; a folder that is reached in several ways counts once.
 
     Raises: FileNotFoundError if there are no pictures.
     """
@@ -60,13 +62,22 @@ def list_folder(root: Path) -> Listing:
     return Listing(names, classes, test, ("", *sorted(tops)) if divided else ("",))
 
 
-def read_folder(root: Path, *, size: int, ranks: Ranks, colour: bool = False, beat: Callable[[], None] | None = None) -> Found:
+def read_folder(
+    root: Path,
+    *,
+    size: int,
+    ranks: Ranks,
+    colour: bool = False,
+    max_broken: float = 1.0,
+    beat: Callable[[], None] | None = None,
+) -> Found:
     """All pictures of `root`, on every rank, in the order of their sorted paths. For all ranks together.
 
     Each rank reads its share of the files. Those that cannot be read are left out, and a note says how many, which, and why.
+    max_broken: the part of the files that may be broken.
     beat: called after each file.
 
-    Raises: ValueError, on all ranks, if none can be read, or if the ranks do not see the same files.
+    Raises: ValueError, on all ranks, if none or too few can be read, or if the ranks do not see the same files.
 
     Example:
         found = read_folder(Path("/data/flowers"), size=64, colour=True, ranks=ranks)
@@ -85,23 +96,39 @@ def read_folder(root: Path, *, size: int, ranks: Ranks, colour: bool = False, be
     notes: tuple[str, ...] = (skipped.report(),) if len(places) < total else ()
     if not len(places):
         raise ValueError(f"data.source={root}: none of its pictures can be read. {notes[0]}")
+    try:
+        skipped.check(max_broken, at_least=1)
+    except ValueError as error:
+        raise ValueError(f"data.source={root}: {error} (--data.max-broken)") from None
     kept = places.tolist()
     labels, classes = _label([listing.classes[place] for place in kept])
     if lost := sorted({name for name in listing.classes if name is not None} - set(classes)):
         notes += (f"Without a readable picture, and so no class: {', '.join(lost)}.",)
     if None in listing.classes and any("/" in name for name in listing.names) and listing.test is None:
         notes += ("Subfolders are not taken for classes: there are pictures beside them.",)
+    if captions and captions.keys().isdisjoint(listing.names):
+        there, here = next(iter(captions)), listing.names[0]
+        notes += (f"No file_name of the metadata is that of a picture: they are such as {there}, and pictures such as {here}.",)
     texts = () if captions is None else tuple(captions.get(listing.names[place], "") for place in kept)
     test = None if listing.test is None else torch.tensor([listing.test[place] for place in kept])
     return Found(Images(pixels, labels, classes, captions=texts if any(texts) else ()), places, total, test, notes)
 
 
 def _walk(root: Path) -> list[str]:
-    found = []
-    for folder, inner, files in os.walk(root, followlinks=True):
-        inner[:] = [name for name in inner if not name.startswith(".")]
-        below = Path(folder).relative_to(root)
-        found += [(below / x).as_posix() for x in files if not x.startswith(".") and Path(x).suffix.lower() in SUFFIXES]
+    found: list[str] = []
+    seen: set[tuple[int, int]] = set()
+    starts = deque([root])  # links come last and in order: a folder has its own name, if it has one here, on every rank
+    while starts:
+        for folder, inner, files in os.walk(starts.popleft()):
+            about = os.stat(folder)
+            if (about.st_dev, about.st_ino) in seen:
+                inner.clear()
+                continue
+            seen.add((about.st_dev, about.st_ino))
+            inner[:] = sorted(name for name in inner if not name.startswith("."))
+            starts += [Path(folder, name) for name in inner if Path(folder, name).is_symlink()]
+            below = Path(folder).relative_to(root)
+            found += [(below / x).as_posix() for x in files if not x.startswith(".") and Path(x).suffix.lower() in SUFFIXES]
     return found
 
 

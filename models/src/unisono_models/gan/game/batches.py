@@ -31,8 +31,6 @@ class Batch:
     """Rows on every rank."""
     shift: int
     """How far off in the global batch the condition is taken from that does not match. At least 1, if there are two rows."""
-    repeats: bool = True
-    """Whether some condition is that of several rows of the global batch."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ class Batches:
             noise=normal(self.seed, "noise", step, places, (self.noise,)).to(self.dtype),
             sizes=sizes,
             shift=1 + key_of(self.seed, "matching", step) % max(1, len(whole) - 1),
-            repeats=self._ids is not None and len(self._ids[whole].unique()) < len(whole),
         )
 
     @cached_property

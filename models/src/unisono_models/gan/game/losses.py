@@ -79,7 +79,8 @@ def mean_columns(columns: dict[str, Tensor], *, group: Group = None) -> dict[str
         {'loss': tensor(2.)}
     """
     stacked = torch.stack(list(columns.values()))
-    ends = torch.cat([stacked.sum(1, dtype=torch.float64), stacked.new_full((1,), stacked.shape[1], dtype=torch.float64)])
+    wide = torch.float32 if stacked.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
+    ends = torch.cat([stacked.sum(1, dtype=wide), stacked.new_full((1,), stacked.shape[1], dtype=wide)])
     added = all_reduce(ends, group=group)
     means = (added[:-1] / added[-1]).to(stacked.dtype)
     return dict(zip(columns, means.unbind(), strict=True))

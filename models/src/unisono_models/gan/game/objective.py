@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from unisono.contrastive import clip_loss, supcon_loss
+from unisono.contrastive import clip_loss
 from unisono_models.gan.config import LossConfig, ModelConfig
 from unisono_models.gan.game.batches import Batch
 from unisono_models.gan.game.losses import (
@@ -92,15 +92,10 @@ class Game(nn.Module):
         return {"loss": loss, **{name: mean.detach() for name, mean in means.items()}}
 
     def _contrast(self, features: Tensor, batch: Batch) -> Tensor:
-        """Pictures of one class belong together, or a picture and its vector, among all of the global batch."""
+        """Each picture belongs to its condition among all of the global batch: a class, as embedded, or a vector."""
         assert batch.condition is not None and batch.ids is not None  # __init__ saw to it
         pictures, conditions = self.discriminator.pairs(features, batch.condition)
-        temperature = self.loss.temperature
-        if batch.condition.is_floating_point():
-            return clip_loss(pictures, conditions, 1 / temperature, ids=batch.ids, sizes=batch.sizes)
-        if not batch.repeats:  # nothing belongs together, of which there is no mean
-            return pictures.new_zeros(())
-        return supcon_loss(pictures, batch.ids, temperature, sizes=batch.sizes)
+        return clip_loss(pictures, conditions, 1 / self.loss.temperature, ids=batch.ids, sizes=batch.sizes)
 
 
 @contextmanager

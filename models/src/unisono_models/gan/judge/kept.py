@@ -28,7 +28,7 @@ def ready_judge(
 
     All ranks call. Whether it is there is rank 0's to say, and what counts is the one that rank 0 has trained; the others train
     along instead of waiting for it. Its seed is not the run's, and it does not depend on the number of ranks: on one kind of
-    machine, all runs on the same pictures have the same judge, bit by bit.
+    machine and with as many threads (torchrun: one), all runs on the same pictures have the same judge, bit by bit.
 
     Raises, on all ranks: ValueError if the file is damaged, or the judge in it is of other pictures than those of `source`.
 

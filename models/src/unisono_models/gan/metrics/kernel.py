@@ -15,11 +15,14 @@ DEGREE = 3
 
 
 @torch.no_grad()
-def kernel_distance(real: Tensor, fake: Tensor, *, tile: int = 500, group: Group = None) -> float:
+def kernel_distance(
+    real: Tensor, fake: Tensor, *, tile: int = 500, real_mean: float | None = None, group: Group = None
+) -> float:
     """MMD² by the kernel (x · y / width + 1)³ over all pairs of all ranks' features (not over random subsets), unbiased.
 
     `real`, `fake`: (n, width), each rank its own, n of any size. 0 is expected for two samples of one distribution, so it may
-    be below. In float64; no more than a tile of kernel values is held, and no more than two ranks' features.
+    be below. In float64; no more than a tile of kernel values is held, and no more than two ranks' features. `real_mean`:
+    kernel_mean of `real`, if known.
 
     Raises: ValueError on all ranks if there are fewer than two rows in all of either.
 
@@ -33,9 +36,25 @@ def kernel_distance(real: Tensor, fake: Tensor, *, tile: int = 500, group: Group
         if count < 2:
             raise ValueError(f"kernel_distance: {name}: {count} rows on all ranks together, pairs need at least 2")
     m, n = counts["real"], counts["fake"]
-    sums = torch.stack([_pairs(real, None, tile, group), _pairs(fake, None, tile, group), _pairs(real, fake, tile, group)])
-    within, inside, across = all_reduce(sums, group=group).tolist()
-    return float(within / (m * (m - 1)) + inside / (n * (n - 1)) - 2 * across / (m * n))
+    if real_mean is None:
+        real_mean = kernel_mean(real, tile=tile, group=group)
+    sums = torch.stack([_pairs(fake, None, tile, group), _pairs(real, fake, tile, group)])
+    inside, across = all_reduce(sums, group=group).tolist()
+    return float(real_mean + inside / (n * (n - 1)) - 2 * across / (m * n))
+
+
+@torch.no_grad()
+def kernel_mean(features: Tensor, *, tile: int = 500, group: Group = None) -> float:
+    """The mean of the kernel over all pairs of different rows of all ranks' features: what kernel_distance needs of a set.
+
+    Example:
+        >>> kernel_mean(torch.tensor([[0.0], [1.0]]))
+        1.0
+    """
+    count = settle("kernel_mean", tile_complaint(tile), features=features, group=group)["features"]
+    if count < 2:
+        raise ValueError(f"kernel_mean: features: {count} rows on all ranks together, pairs need at least 2")
+    return float(all_reduce(_pairs(features, None, tile, group), group=group).item() / (count * (count - 1)))
 
 
 def _pairs(a: Tensor, b: Tensor | None, tile: int, group: Group) -> Tensor:

@@ -12,6 +12,20 @@ from torch.nn.functional import avg_pool2d, leaky_relu
 SLOPE = 0.2
 GAIN = (2 / (1 + SLOPE**2)) ** 0.5  # of leaky_relu: keeps the size of what goes through
 
+LEAK = 0.02
+
+
+def squash(x: Tensor) -> Tensor:
+    """tanh that is nowhere flat: a generator whose first steps take it far into black or white finds out again.
+
+    With tanh alone some seeds ended there: its gradient is 0 in float32 beyond 10.
+
+    Example:
+        >>> squash(torch.tensor([0.0, 50.0]))
+        tensor([0., 2.])
+    """
+    return x.tanh() + LEAK * x
+
 
 class ResidualBlock(nn.Module):
     """x + conv(act(conv(act(x)))) of one width, which at first is x: its last layer begins with zeros.
@@ -64,14 +78,3 @@ def linear(width: int, new_width: int, *, scale: float = 1.0) -> nn.Linear:
         layer.weight.normal_(std=scale / width**0.5)
         layer.bias.zero_()
     return layer
-
-
-def base_size(size: int, *, widths: int, patch: int) -> int:
-    """Pixels a side at the lowest of `widths` resolutions. Raises: ValueError if they do not fit a picture of `size`."""
-    factor: int = patch * 2 ** (widths - 1)
-    if size % factor or size < 2 * factor:
-        raise ValueError(
-            f"data.size={size} with model.patch={patch} and {widths} widths: it must be a multiple of "
-            f"{patch} * 2**{widths - 1} = {factor}, at least twice as much"
-        )
-    return size // factor

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import leaky_relu, normalize
 
 from unisono_models.gan.config import ModelConfig
-from unisono_models.gan.networks.blocks import SLOPE, Resample, ResidualBlock, base_size, convolution, linear
+from unisono_models.gan.networks.blocks import SLOPE, Resample, ResidualBlock, convolution, linear
 from unisono_models.gan.networks.condition_embedding import ConditionEmbedding
 from unisono_models.gan.networks.minibatch_stddev import MinibatchStddev
 
@@ -31,7 +31,7 @@ class Discriminator(nn.Module):
         super().__init__()
         self.config = config
         widths = config.discriminator
-        base = base_size(size, widths=len(widths), patch=config.patch)
+        base = config.lowest(widths, size)
         blocks = config.blocks * len(widths)
         self.pixels = convolution(channels * config.patch**2, widths[-1])
         self.stages = nn.ModuleList()

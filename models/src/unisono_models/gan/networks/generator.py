@@ -8,12 +8,14 @@ from torch import Tensor, nn
 from torch.nn.functional import leaky_relu
 
 from unisono_models.gan.config import ModelConfig
-from unisono_models.gan.networks.blocks import GAIN, SLOPE, Resample, ResidualBlock, base_size, convolution, linear
+from unisono_models.gan.networks.blocks import GAIN, SLOPE, Resample, ResidualBlock, convolution, linear, squash
 from unisono_models.gan.networks.condition_embedding import ConditionEmbedding
 
 
 class Generator(nn.Module):
     """(n, config.noise) normal numbers and a condition to pictures (n, channels, size, size) between -1 and 1.
+
+    In training mode they may go a little beyond (see `squash`); for evaluation they are cut off there.
 
     condition: (n,) labels if config.condition is "class", (n, d) vectors if it is "vector" or "text", else None.
     conditions: how many classes there are, or d.
@@ -28,7 +30,7 @@ class Generator(nn.Module):
         super().__init__()
         self.config = config
         widths = config.generator
-        base = base_size(size, widths=len(widths), patch=config.patch)
+        base = config.lowest(widths, size)
         blocks = config.blocks * len(widths)
         self.condition = ConditionEmbedding(config.condition, conditions, config.embedding)
         known = config.noise + (config.embedding if config.condition != "none" else 0)
@@ -47,6 +49,6 @@ class Generator(nn.Module):
         for stage in self.stages:
             x = stage(x)
         patch = self.config.patch  # not by nn.PixelShuffle: its backward fails on an empty batch
-        folded = torch.tanh(self.pixels(leaky_relu(x, SLOPE)))
+        folded = squash(self.pixels(leaky_relu(x, SLOPE)))
         pictures: Tensor = rearrange(folded, "n (c p q) h w -> n c (h p) (w q)", p=patch, q=patch)
-        return pictures
+        return pictures if self.training else pictures.clamp(-1, 1)

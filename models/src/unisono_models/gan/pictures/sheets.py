@@ -1,4 +1,4 @@
-"""What to show of a generator: conditions with their names, noise, and the pictures of them."""
+"""What to show of a generator: conditions with their names, and the pictures of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from unisono_models.gan.config import Condition
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.game.batches import condition_of
 from unisono_models.gan.networks.generator import Generator
-from unisono_models.training.randomness import normal, uniform
+from unisono_models.gan.pictures.generating import draw_noise, fit_condition
+from unisono_models.training.randomness import uniform
 
 ROWS, COLUMNS = 10, 10
 _TILE = 256  # pictures at a time
@@ -86,13 +87,6 @@ def find_real(images: Images, shown: Shown, *, kind: Condition, columns: int = C
     return torch.cat(rows), tuple(names)
 
 
-def draw_noise(generator: Generator, numbers: Tensor, *, seed: int, scale: float = 1.0) -> Tensor:
-    """(n, noise), a function of the seed and `numbers` (n,): that of generating.generate, times `scale`."""
-    parameter = next(generator.parameters())
-    noise = normal(seed, "samples", 0, numbers.to(parameter.device), (generator.config.noise,))
-    return noise.to(parameter.dtype) * scale
-
-
 def interpolate(start: Tensor, end: Tensor, *, steps: int) -> Tensor:
     """(n, steps, d): from `start` (n, d) to `end`, which are the first and the last, on the arc between them.
 
@@ -112,10 +106,7 @@ def interpolate(start: Tensor, end: Tensor, *, steps: int) -> Tensor:
 @torch.no_grad()
 def make_pictures(generator: Generator, noise: Tensor, condition: Tensor | None) -> Tensor:
     """(n, channels, size, size) on the CPU, for noise (n, d) and a condition for each or None."""
-    parameter = next(generator.parameters())
-    if condition is not None:
-        condition = condition.to(parameter.device)
-        condition = condition.to(parameter.dtype) if condition.is_floating_point() else condition
+    condition = fit_condition(generator, condition)
     tiles = zip(noise.split(_TILE), [None] * len(noise) if condition is None else condition.split(_TILE), strict=False)
     return torch.cat([generator(some, such).cpu() for some, such in tiles])
 

