@@ -96,9 +96,10 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                 log.step(step, {**shown, "lr": config.optimizer.lr * part}, samples=sum(batch.sizes))
 
                 done, figures = step + 1, None
-                if done == last or is_due(done, config.run.log_every):
-                    check_finite(shown, step)
                 stop = stopping.agreed() or done == last < steps
+                looks = (config.run.log_every, config.run.evaluate_every, config.checkpoint.every)
+                if stop or done == steps or any(is_due(done, every) for every in looks):
+                    check_finite(shown, step)  # here, since to look at every step would make the host wait
                 if done == steps or is_due(done, config.evaluation.pictures_every):
                     write_frame(run, average, source, step=done, seed=seed)
                 if done == steps or is_due(done, config.run.evaluate_every):
