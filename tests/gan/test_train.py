@@ -12,6 +12,7 @@ from unisono_models.gan.evaluate import main as evaluate
 from unisono_models.gan.recipes import RECIPES
 from unisono_models.gan.sample import main as sample
 from unisono_models.gan.train import gamma_of, main
+from unisono_models.training.comparison import compare_runs
 from unisono_models.training.randomness import key_of
 
 SHORT = ["--run.steps", "12", "--run.evaluate-every", "6", "--checkpoint.every", "0", "--evaluation.pictures-every", "4"]
@@ -95,6 +96,8 @@ def test_same_ranks_give_the_same_bits_also_after_a_stop(ranks, on_two, tmp_path
 def test_other_ranks_give_the_same_curve_also_after_a_stop(ranks, on_two, tmp_path):
     ranks(train, tmp_path / "run", "--run.stop-after", "5", world_size=3, timeout=120)
     ranks(train, tmp_path / "run", world_size=1, timeout=120)
+    verdict = compare_runs(on_two, tmp_path / "run")
+    assert verdict.good and "within 1e-05" in verdict.text, verdict.text
     assert furthest(metrics(tmp_path / "run"), metrics(on_two)) < 1e-3
     assert furthest(metrics(tmp_path / "run", "evaluation"), metrics(on_two, "evaluation")) < 1e-2
 

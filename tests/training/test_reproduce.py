@@ -96,7 +96,7 @@ def test_other_circumstances_allow_for_rounding(tmp_path, start, words):
     old = make_run(tmp_path / "a", LOSSES)
     near = [loss * (1 + 1e-7) for loss in LOSSES[:10]] + [loss * 1.01 for loss in LOSSES[10:]]
     verdict = compare_runs(old, make_run(tmp_path / "b", near, start=start))
-    assert verdict.good and words in verdict.text and "Reproduced: within 1e-05" in verdict.text
+    assert verdict.good and words in verdict.text and "Reproduced: within 1e-06" in verdict.text
     assert "1.0e-07 in the first 10 steps" in verdict.text and "9.9e-03 in all 22" in verdict.text
     far = [*near[:9], near[9] * 1.00001]
     assert not compare_runs(old, make_run(tmp_path / "c", far + near[10:], start=start)).good
@@ -212,6 +212,6 @@ def test_run_again_alone_is_bitwise_equal(toy, monkeypatch, capfd):
 
 def test_run_again_on_two_ranks_for_some_steps_is_within_rounding(toy, tmp_path):
     verdict = reproduce(toy, nproc=2, steps=3, dir=tmp_path / "again", _package="toys")
-    assert verdict.good and "world_size 1 and 2" in verdict.text and "within 1e-05" in verdict.text, verdict.text
+    assert verdict.good and "world_size 1 and 2" in verdict.text and "within 1e-06" in verdict.text, verdict.text
     assert sum(line["kind"] == "train" for line in read_metrics(tmp_path / "again")) == 3
     assert read_provenance(tmp_path / "again")["starts"][0]["torchrun"] is True

@@ -160,6 +160,9 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     precision: Literal["float32", "float64"] = "float32"
     """float64 tells rounding from faults."""
+    rounding: float = 1e-5
+    """How far, relatively, the first ten losses may be from those of other ranks or machines, for training.reproduce to call it
+    rounding. Ten times as far as elsewhere: Adam without momentum makes whole steps of gradients that are rounding only."""
 
     def __post_init__(self) -> None:
         for widths in (self.model.generator, self.model.discriminator):

@@ -13,7 +13,7 @@ from unisono_models.training.talk import Json
 
 Line = dict[str, Json]
 # How many of the first losses must agree, and how closely (relative), where rounding may differ: other ranks, other machine.
-TOLERANCES = {"float32": (10, 1e-5), "float64": (50, 1e-9), "bfloat16": (10, 1e-2)}
+TOLERANCES = {"float32": (10, 1e-6), "float64": (50, 1e-9), "bfloat16": (10, 1e-2)}
 SAME = ("world_size", "threads", "environment", "versions", "machine.cpu", "machine.device", "git.commit")
 
 
@@ -29,7 +29,7 @@ def compare_runs(old: Path, new: Path, *, steps: int | None = None) -> Verdict:
     """Compare what two run directories of one config measured, in the first `steps` steps if given.
 
     The same number of ranks, machine and versions: every value of every step and evaluation has to be the same bits.
-    Otherwise only rounding may differ: the first losses have to agree within TOLERANCES.
+    Otherwise only rounding may differ: the first losses have to agree within TOLERANCES, or within the config's own `rounding`.
     """
     before, after = _steady(old, steps), _steady(new, steps)
     if not any(kind == "train" for _, kind, _ in before):
@@ -50,7 +50,7 @@ def compare_runs(old: Path, new: Path, *, steps: int | None = None) -> Verdict:
     text.append(different)
     if not unlike:
         return Verdict(False, "\n".join([*text, "Not reproduced: bitwise equal numbers were expected." + _hint(old, new)]))
-    good, words = _within_rounding(before, after, _precision(old))
+    good, words = _within_rounding(before, after, *_tolerance(old))
     return Verdict(good, "\n".join([*text, words]))
 
 
@@ -92,9 +92,8 @@ def _first_difference(before: dict[tuple[int, str, str], Line], after: dict[tupl
 
 
 def _within_rounding(
-    before: dict[tuple[int, str, str], Line], after: dict[tuple[int, str, str], Line], precision: str
+    before: dict[tuple[int, str, str], Line], after: dict[tuple[int, str, str], Line], count: int, limit: float
 ) -> tuple[bool, str]:
-    count, limit = TOLERANCES[precision]
     trained = [(line, after[key]) for key, line in before.items() if key[1] == "train"]
     gaps = [max([relative(line[name], other[name]) for name in _losses(line)], default=0.0) for line, other in trained]
     early, overall = max(gaps[:count]), max(gaps)
@@ -125,11 +124,12 @@ def _losses(line: Line) -> list[str]:
     return [name for name in names if name.startswith("loss")] or names
 
 
-def _precision(path: Path) -> str:
+def _tolerance(path: Path) -> tuple[int, float]:
     config = read_config(path)["config"]
     parallel = config.get("parallel")
     precision = parallel.get("precision") if isinstance(parallel, dict) else config.get("precision")
-    return precision if precision in TOLERANCES else "float32"
+    count, limit = TOLERANCES[precision if precision in TOLERANCES else "float32"]
+    return count, config.get("rounding", limit) if precision in (None, "float32") else limit
 
 
 def _hint(old: Path, new: Path) -> str:
