@@ -65,8 +65,3 @@ class Images:
     def floats(self, places: Tensor, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
         """The pictures at `places` as (n, c, s, s) in [-1, 1], on `device`, or else where the pixels are."""
         return self.pixels[places].to(device or self.pixels.device).to(dtype) / 127.5 - 1
-
-    def to(self, device: torch.device | str) -> Images:
-        """The same, with its tensors on `device`."""
-        labels, vectors = (None if x is None else x.to(device) for x in (self.labels, self.vectors))
-        return replace(self, pixels=self.pixels.to(device), labels=labels, vectors=vectors)
