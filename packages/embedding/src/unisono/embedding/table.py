@@ -1,4 +1,4 @@
-"""What a table is, before it lies anywhere; and its first weights, which do not depend on where it lies."""
+"""A table, before it lies anywhere; and its first weights, which do not depend on where it lies."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unisono.embedding.layouts import Box
+from unisono.embedding.hashing import derive_seed
+from unisono.embedding.sharding.layouts import Box
 
 Mode = Literal["sum", "mean", "max"]
 Initialize = Callable[[Tensor, torch.Generator], object]
 MODES = ("sum", "mean", "max", None)
-_BLOCK = 4096  # rows that are drawn at a time: what a rank draws does not depend on the other ranks
+_BLOCK = 4096  # rows that are drawn at a time, so that a rank can draw its rows without those of other ranks
 
 
-def draw_normal(rows: Tensor, draw: torch.Generator) -> None:
-    """As torch.nn.Embedding does."""
-    rows.normal_(generator=draw)
+def draw_normal(rows: Tensor, generator: torch.Generator) -> None:
+    """Draw as torch.nn.Embedding does."""
+    rows.normal_(generator=generator)
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,14 @@ class Table:
 
     Args:
         name: A key of state_dict; no dots.
-        rows: How many ids there are: 0 to rows - 1.
-        dim: Width of a row.
-        features: Names of the inputs that look into this table; by default one, of the table's own name.
-        mode: How the rows of a bag become one: "sum", "mean" or "max"; None: they do not, each id gives its row.
+        rows: The number of ids, which go from 0 to rows - 1.
+        dim: The width of a row.
+        features: The names of the inputs that look into this table; by default one, which has the table's name.
+        mode: How the rows of a bag become one: "sum", "mean" or "max". None: no pooling, each id gives its row.
         padding_idx, max_norm, norm_type, scale_grad_by_freq: As in torch.nn.EmbeddingBag.
-        initialize: Fills rows in place, given a generator: `lambda rows, draw: rows.uniform_(-1, 1, generator=draw)`. It is
-            called for some thousands of rows at a time: what depends on the number of rows has to know it.
-        ids_per_bag: What the planner expects where it is given no sample.
+        initialize: Fills rows in place: `lambda rows, generator: rows.uniform_(-1, 1, generator=generator)`. It is called with
+            some thousand rows at a time, so it does not see how many rows the table has.
+        ids_per_bag: What the planner expects if it gets no sample.
     """
 
     name: str
@@ -53,19 +54,19 @@ class Table:
     def __post_init__(self) -> None:
         features = [self.features] if isinstance(self.features, str) else self.features  # one name is no list of letters
         object.__setattr__(self, "features", tuple(features) or (self.name,))
-        if problem := self._complaint():
-            raise ValueError(f"Table {self.name!r}: {problem}")
+        if error := self._validation_error():
+            raise ValueError(f"Table {self.name!r}: {error}")
         if self.padding_idx is not None and self.padding_idx < 0:
             object.__setattr__(self, "padding_idx", self.rows + self.padding_idx)
 
     @property
-    def summable(self) -> bool:
-        """Whether the rank that holds the rows can sum a bag for another: no maxima, and nothing that needs each row."""
+    def owners_can_pool(self) -> bool:
+        """Whether the rank that holds the rows can sum a bag for another rank: no maxima, and nothing that needs each row."""
         if self.mode not in ("sum", "mean") or self.scale_grad_by_freq:
             return False
         return self.max_norm is None or self.padding_idx is None  # a padding row is not summed, but renormalised
 
-    def _complaint(self) -> str:
+    def _validation_error(self) -> str:
         if not self.name or "." in self.name:
             return "the name must not be empty or have a dot, since it is part of a key of state_dict"
         if self.rows < 0 or self.dim < 0:
@@ -92,19 +93,10 @@ def draw_weights(table: Table, box: Box, out: Tensor, *, seed: int) -> None:
     block = torch.empty((min(_BLOCK, table.rows), table.dim), dtype=out.dtype, device=out.device)
     for start in range(box.row // _BLOCK * _BLOCK, box.row_end, _BLOCK):
         end = min(start + _BLOCK, table.rows)
-        draw = torch.Generator(out.device).manual_seed(mix(seed, start // _BLOCK))
+        generator = torch.Generator(out.device).manual_seed(derive_seed(seed, start // _BLOCK))
         rows = block[: end - start]
-        table.initialize(rows, draw)
+        table.initialize(rows, generator)
         if table.padding_idx is not None and start <= table.padding_idx < end:
             rows[table.padding_idx - start] = 0
         first, last = max(start, box.row), min(end, box.row_end)
         out[first - box.row : last - box.row] = rows[first - start : last - start, box.column : box.column_end]
-
-
-def mix(seed: int, number: int) -> int:
-    """A seed from two: splitmix64's last steps, so that neighbours have nothing in common."""
-    mask = 2**64 - 1
-    x = (seed + number * 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return (x ^ (x >> 31)) >> 1
