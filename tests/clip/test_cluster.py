@@ -21,13 +21,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.contrastive.test_scale import LiveBytes, first_blocks, on_fake_cuda
 from unisono.collectives import count_bytes
 from unisono.contrastive.blocks import Circling
-from unisono_models.clip.batches import Batches
 from unisono_models.clip.config import Config
+from unisono_models.clip.data.loader import Batches
 from unisono_models.clip.data.pairs import PairBatch
+from unisono_models.clip.loss import Learner
 from unisono_models.clip.model import Clip
-from unisono_models.clip.objective import Learner
+from unisono_models.clip.model.tokenizer import CaptionTokenizer
 from unisono_models.clip.recipes import RECIPES
-from unisono_models.clip.text import CaptionTokenizer
 from unisono_models.training.parallel import dtype_of, parallelize, precision_of, repeated_blocks
 from unisono_models.training.ranks import Ranks
 

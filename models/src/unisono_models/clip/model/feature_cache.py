@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import all_gather
-from unisono_models.clip.augment import AugmentConfig, augment
+from unisono_models.clip.data.augment import AugmentConfig, augment
+from unisono_models.clip.data.dataset import Source
 from unisono_models.clip.data.pairs import Pairs
 from unisono_models.clip.evaluate import prompts_for
 from unisono_models.clip.model import Clip
-from unisono_models.clip.source import Source
-from unisono_models.clip.towers import ImageTower, TextTower
+from unisono_models.clip.model.towers import ImageTower, TextTower
 from unisono_models.training.heartbeat import Heartbeat
 from unisono_models.training.progress import watched
 from unisono_models.training.ranks import Ranks

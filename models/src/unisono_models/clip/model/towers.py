@@ -1,4 +1,4 @@
-"""The two towers: a timm model and a transformers encoder, each with a head into the common space."""
+"""Weights of a package that carries them, into a model of timm."""
 
 from __future__ import annotations
 
@@ -15,9 +15,33 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 from unisono_models.clip.config import ImageConfig, TextConfig
-from unisono_models.clip.weights import load_in_order
 from unisono_models.training.dropout import dropout_for, dropout_rows, own_dropout
-from unisono_models.training.package_files import text_folder
+from unisono_models.training.package_files import locate, text_folder
+
+
+def load_in_order(model: nn.Module, name: str) -> None:
+    """Fill `model` from the one .pth or .safetensors file of package:NAME, tensor by tensor in order: their names differ.
+
+    The number of tensors and every shape must agree. Nothing in the file is executed.
+    """
+    files = sorted(x for x in Path(locate(name)).rglob("*") if x.suffix in (".pth", ".safetensors"))
+    if len(files) != 1:
+        raise FileNotFoundError(f"{name}: expected one file of weights in the package, found {[x.name for x in files]}")
+    if files[0].suffix == ".pth":
+        theirs = torch.load(files[0], map_location="cpu", weights_only=True)
+    else:
+        from safetensors.torch import load_file
+
+        theirs = load_file(files[0])
+    ours = {k: v for k, v in model.state_dict().items() if not k.endswith("num_batches_tracked")}
+    theirs = {k: v for k, v in theirs.items() if not k.endswith("num_batches_tracked")}
+    if not 0 <= len(theirs) - len(ours) <= 2:  # what follows is the classifier, which a tower has not
+        raise ValueError(f"{name}: {len(theirs)} tensors, and the model has {len(ours)}: they are not of the same kind")
+    values = list(theirs.values())[: len(ours)]
+    for (key, own), (other, value) in zip(ours.items(), theirs.items(), strict=False):
+        if own.shape != value.shape:
+            raise ValueError(f"{name}: {other} of shape {tuple(value.shape)} does not fit {key} of shape {tuple(own.shape)}")
+    model.load_state_dict(dict(zip(ours, values, strict=True)), strict=False)
 
 
 class ImageTower(nn.Module):

@@ -1,23 +1,38 @@
-"""The data of a run, as the config says: what is trained on, captions to learn words from, and the tests."""
+"""What a model is tested on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import overload
 
 from unisono_models.clip.config import DataConfig
-from unisono_models.clip.data.emoji_splits import emoji_splits
+from unisono_models.clip.data.emoji import emoji_splits
+from unisono_models.clip.data.files import open_pairs, split_pairs
 from unisono_models.clip.data.pairs import CaptionedPairs, Pairs
-from unisono_models.clip.data.sources import open_pairs
-from unisono_models.clip.data.splits import split_pairs
-from unisono_models.clip.data.test_sets import TestSet
 from unisono_models.emoji.concepts import ART, list_emoji
 from unisono_models.emoji.drawings import load_drawings
 from unisono_models.emoji.groups import GROUPS
 from unisono_models.training.ranks import Ranks
 from unisono_models.training.talk import together
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """Pairs that were not trained on, and what can be asked of them."""
+
+    __test__ = False  # pytest takes classes of such a name for its own
+
+    pairs: CaptionedPairs
+    """For text to image and image to text."""
+    queries: Pairs | None = None
+    """For image to image: other pictures of the same concepts, row by row those of `pairs`."""
+    classes: tuple[str, ...] = ()
+    """For zero-shot classification: names of classes."""
+    class_of: Mapping[int, int] = field(default_factory=dict)
+    """The class, a place in `classes`, of each concept."""
+
 
 CAPTIONS = 200_000  # as many are enough to train a tokenizer on
 

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from unisono.collectives import all_gather
 from unisono.collectives.groups import resolve
-from unisono_models.clip.data.pairs import CaptionedPairs
-from unisono_models.clip.data.parquet import ParquetPairs
-from unisono_models.clip.data.tables import TablePairs
-from unisono_models.clip.data.tars import open_tars
+from unisono_models.clip.data.csv_pairs import TablePairs
+from unisono_models.clip.data.pairs import CaptionedPairs, PairBatch, check_indices
+from unisono_models.clip.data.parquet_pairs import ParquetPairs
+from unisono_models.clip.data.tar_pairs import open_tars
 from unisono_models.training import file_patterns
 from unisono_models.training.file_patterns import Spec, check_alike, expand_braces
+from unisono_models.training.randomness import uniform
 from unisono_models.training.talk import together
 
 __all__ = ["Spec", "expand_braces", "find_files", "open_pairs"]
@@ -76,3 +84,64 @@ def find_files(source: Spec) -> tuple[Literal["tar", "parquet", "csv"], list[Pat
             f"choose one by a pattern, such as {paths[0].parent / min(splits)}-*.parquet"
         )
     return kind, paths  # type: ignore[return-value]
+
+
+_CHUNK = 1 << 16  # rows whose captions are in memory at a time
+
+
+@dataclass(frozen=True, eq=False)
+class SomePairs:
+    """Some rows of other pairs. The `index` of what is read stays the place in the whole."""
+
+    whole: CaptionedPairs
+    rows: NDArray[np.int64]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.whole.notes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, indices: Sequence[int], size: int) -> PairBatch:
+        return self.whole.read(self.places(indices), size)
+
+    def captions(self, indices: Sequence[int]) -> list[str]:
+        return self.whole.captions(self.places(indices))
+
+    def concepts(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        return self.whole.concepts(self.places(indices))
+
+    def places(self, indices: Sequence[int]) -> list[int]:
+        """Where in the whole the rows at `indices` are."""
+        return [int(row) for row in self.rows[check_indices(indices, len(self))]]
+
+
+def split_pairs(pairs: CaptionedPairs, fraction: float, seed: int) -> tuple[SomePairs, SomePairs]:
+    """The pairs in two: the larger part to train on, and about `fraction` of the concepts, with all their pairs, held out.
+
+    Which side a concept falls on depends on it and the seed alone: not on the number of ranks, nor on the other pairs, so a
+    data set may grow and what was held out stays so. Pairs with the same picture but different captions are not noticed.
+
+    For all ranks together: each reads the captions of a share.
+
+    Raises: ValueError if either side would be empty.
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(f"split_pairs: fraction={fraction} must lie between 0 and 1")
+    ranks = resolve(None)
+    first, last = (len(pairs) * r // ranks.size for r in (ranks.rank, ranks.rank + 1))
+    held = torch.empty(last - first, dtype=torch.uint8)
+    with together("split_pairs: reading the captions"):
+        for start in range(first, last, _CHUNK):
+            stop = min(start + _CHUNK, last)
+            concepts = torch.from_numpy(pairs.concepts(range(start, stop)))
+            held[start - first : stop - first] = uniform(seed, "split", 0, concepts) < fraction
+    everyones = all_gather(held).numpy().astype(bool)
+    parts = SomePairs(pairs, np.flatnonzero(~everyones)), SomePairs(pairs, np.flatnonzero(everyones))
+    if not all(map(len, parts)):
+        raise ValueError(
+            f"split_pairs: fraction={fraction}, seed={seed}: of {len(pairs)} pairs {len(parts[1])} would be held out. "
+            "There are too few concepts: choose another fraction or seed, or bring data for evaluation of its own"
+        )
+    return parts

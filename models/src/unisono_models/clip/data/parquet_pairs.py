@@ -10,10 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono_models.clip.data.csv_pairs import CAPTION_COLUMNS, IMAGE_COLUMNS, choose_column, resolve_path
 from unisono_models.clip.data.images import read_file
-from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.clip.data.records import Record, check_indices, clean_text, concept_from, make_batch, printable, skip
-from unisono_models.clip.data.tables import CAPTION_COLUMNS, IMAGE_COLUMNS, choose_column, resolve_path
+from unisono_models.clip.data.pairs import (
+    PairBatch,
+    Record,
+    check_indices,
+    clean_text,
+    concept_from,
+    make_batch,
+    printable,
+    skip,
+)
 from unisono_models.training.parquet_file import open_parquet
 from unisono_models.training.skipped import Skip
 
