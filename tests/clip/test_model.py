@@ -259,7 +259,7 @@ def test_files_load_without_us_without_packages_and_without_the_machinery_of_run
     ours = {name.removeprefix("unisono_models.") for name in modules if name.startswith("unisono_models.")}
     machinery = ("checkpoints", "commits", "heartbeat", "parallel", "run_log", "report", "recipes", "stopping", "order")
     assert not {f"training.{name}" for name in machinery} & ours
-    assert not any(name.startswith(("clip.train", "clip.objective", "clip.recipes", "clip.source")) for name in ours)
+    assert not any(name.startswith(("clip.train", "clip.loss", "clip.recipes", "clip.data.dataset")) for name in ours)
 
 
 HUB = """
