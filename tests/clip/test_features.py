@@ -16,9 +16,9 @@ from unisono_models.clip.features import ROWS, CaptionFeatures, PictureFeatures
 from unisono_models.clip.features import tested_captions as captions_of_tests  # pytest would take it for a test
 from unisono_models.clip.model import Clip
 from unisono_models.clip.source import Source
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.talk import RanksError
+from unisono_models.training.distributed.watchdog import Heartbeat
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.object_collectives import RanksError
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 VIEWS = 3

@@ -21,8 +21,8 @@ from unisono_models.clip.data.loader import load_steps
 from unisono_models.clip.data.pairs import PairBatch
 from unisono_models.clip.data.sources import open_pairs
 from unisono_models.clip.data.splits import SomePairs
-from unisono_models.training.order import SampleOrder
-from unisono_models.training.skipped import Skipped
+from unisono_models.training.sampler import SampleOrder
+from unisono_models.datasets.skip_report import Skipped
 
 
 class Numbers:

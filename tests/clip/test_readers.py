@@ -28,7 +28,7 @@ from unisono_models.clip.data.sources import expand_braces, find_files, open_pai
 from unisono_models.clip.data.splits import split_pairs
 from unisono_models.clip.data.tables import TablePairs
 from unisono_models.clip.data.tar_index import TextFields, index_tar
-from unisono_models.training.skipped import Skip, Skipped
+from unisono_models.datasets.skip_report import Skip, Skipped
 
 fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

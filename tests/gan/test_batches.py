@@ -5,8 +5,8 @@ import torch
 
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.game.batches import Batches
-from unisono_models.training.order import SampleOrder
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.sampler import SampleOrder
+from unisono_models.training.distributed.launch import Ranks
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from unisono_models.emoji import drawings as drawings_module
-from unisono_models.emoji.concepts import list_emoji
-from unisono_models.emoji.groups import GROUPS
+from unisono_models.datasets.emoji import images as drawings_module
+from unisono_models.datasets.emoji.concepts import list_emoji
+from unisono_models.datasets.emoji.groups import GROUPS
 from unisono_models.gan import source as source_module
 from unisono_models.gan.config import Condition, DataConfig
 from unisono_models.gan.data import emoji as emoji_module
@@ -32,7 +32,7 @@ from unisono_models.gan.data.scaling import scale_grey, set_channels
 from unisono_models.gan.data.splits import hold_out
 from unisono_models.gan.data.text_vectors import TextEncoder, encode_captions
 from unisono_models.gan.source import Source, open_source
-from unisono_models.training.ranks import Ranks, start_ranks
+from unisono_models.training.distributed.launch import Ranks, start_ranks
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 

@@ -12,7 +12,7 @@ from unisono_models.gan.evaluate import main as evaluate
 from unisono_models.gan.recipes import RECIPES
 from unisono_models.gan.sample import main as sample
 from unisono_models.gan.train import gamma_of, main
-from unisono_models.training.comparison import compare_runs
+from unisono_models.training.run.compare import compare_runs
 from unisono_models.training.randomness import key_of
 
 SHORT = ["--run.steps", "12", "--run.evaluate-every", "6", "--checkpoint.every", "0", "--evaluation.pictures-every", "4"]

@@ -13,7 +13,7 @@ from unisono_models.recommender import evaluate, recommend
 from unisono_models.recommender.evaluate import evaluate_run
 from unisono_models.recommender.export import read_export
 from unisono_models.recommender.train import main
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
 
 SHORT = ["--run.steps", "12", "--run.evaluate-every", "6", "--data.batch", "512", "--checkpoint.every", "0"]
 TOWERS = ["--data.source", "ml-100k", "--data.features", "user_id", "item_id", "class:ids", "--tables.lr", "0.02"]

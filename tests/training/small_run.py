@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.collectives import global_mean
-from unisono_models.training import commits
-from unisono_models.training.checkpoints import Checkpoints
-from unisono_models.training.heartbeat import Heartbeat
+from unisono_models.training.checkpoint import manifest as commits
+from unisono_models.training.checkpoint.manager import Checkpoints
+from unisono_models.training.distributed.watchdog import Heartbeat
 from unisono_models.training.randomness import normal, uniform
-from unisono_models.training.ranks import start_ranks
-from unisono_models.training.stopping import Stopping
+from unisono_models.training.distributed.launch import start_ranks
+from unisono_models.training.run.preemption import Stopping
 
 SEED, BATCH, WIDTH = 3, 50, 32  # 50 samples: uneven over 3 ranks
 

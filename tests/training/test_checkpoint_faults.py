@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.training.test_checkpoints import assert_equal, everything
-from unisono_models.training import checkpoints as checkpoints_module
-from unisono_models.training import commits, disk, storage
-from unisono_models.training.checkpoints import Checkpoints
+from unisono_models.training.checkpoint import manager as checkpoints_module
+from unisono_models.training.checkpoint import manifest as commits
+from unisono_models.training.checkpoint import atomic_file as disk
+from unisono_models.training.checkpoint import storage
+from unisono_models.training.checkpoint.manager import Checkpoints
 
 
 def model_of(value, **options):

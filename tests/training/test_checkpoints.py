@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from unisono_models.training.checkpoints import Checkpoints
-from unisono_models.training.commits import list_steps, read_commit
+from unisono_models.training.checkpoint.manager import Checkpoints
+from unisono_models.training.checkpoint.manifest import list_steps, read_commit
 
 
 class Model(nn.Module):

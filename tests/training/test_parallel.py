@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from unisono.collectives import count_bytes
 from unisono_models.training.config import ParallelConfig
-from unisono_models.training.dropout import SampleDropout, dropout_for, dropout_rows
-from unisono_models.training.parallel import dtype_of, parallelize, precision_of, repeated_blocks
-from unisono_models.training.ranks import Ranks, start_ranks
+from unisono_models.training.randomness import SampleDropout, dropout_for, dropout_rows
+from unisono_models.training.distributed.parallel import dtype_of, parallelize, precision_of, repeated_blocks
+from unisono_models.training.distributed.launch import Ranks, start_ranks
 
 ONE = Ranks(0, 1, 0, torch.device("cpu"))
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 20}

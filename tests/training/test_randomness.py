@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from unisono_models.training.dropout import SampleDropout, dropout_for, dropout_rows, own_dropout
-from unisono_models.training.order import SampleOrder
+from unisono_models.training.randomness import SampleDropout, dropout_for, dropout_rows, own_dropout
+from unisono_models.training.sampler import SampleOrder
 from unisono_models.training.randomness import generator, key_of, normal, uniform
 
 

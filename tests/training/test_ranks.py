@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unisono_models.training import stopping as stopping_module
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.meeting import meet
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.roll_call import RollCall, Word, who_is_missing
-from unisono_models.training.stopping import Stopping
+from unisono_models.training.run import preemption as stopping_module
+from unisono_models.training.distributed.watchdog import Heartbeat
+from unisono_models.training.distributed.rendezvous import meet
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.watchdog import RollCall, Word, who_is_missing
+from unisono_models.training.run.preemption import Stopping
 
 ONE = Ranks(0, 1, 0, torch.device("cpu"))
 

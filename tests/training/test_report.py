@@ -10,10 +10,10 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from unisono_models.training.html_parts import number, pairs, table
-from unisono_models.training.plots import collect_panels, draw_plots, smoothed, write_plots
-from unisono_models.training.report import Picture, write_report
-from unisono_models.training.run_directory import RunDirectory
+from unisono_models.training.run.report import number, pairs, table
+from unisono_models.training.run.plots import collect_panels, draw_plots, smoothed, write_plots
+from unisono_models.training.run.report import Picture, write_report
+from unisono_models.training.run.run_directory import RunDirectory
 
 EVIL = "<script>alert('x')</script>\"&"
 START = {
@@ -107,7 +107,7 @@ def test_report_is_whole_in_itself_and_escapes_everything(shown):
 
 def test_report_says_how_to_run_again(run):
     page = report(run)
-    assert f"python -m unisono_models.training.reproduce {run.path}" in page
+    assert f"python -m unisono_models.training.run.reproduce {run.path}" in page
     assert f"torchrun --standalone --nproc-per-node 2 -m unisono_models.clip.train --config {run.path}/config.json" in page
 
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from unisono_models.training import reproduce as reproduction
-from unisono_models.training.comparison import compare_runs, relative
+from unisono_models.training.run import reproduce as reproduction
+from unisono_models.training.run.compare import compare_runs, relative
 from unisono_models.training.config import ParallelConfig, RunConfig
-from unisono_models.training.metrics_file import read_metrics
-from unisono_models.training.reproduce import main, reproduce
-from unisono_models.training.run_directory import open_run, read_config, read_provenance
-from unisono_models.training.run_log import RunLog
+from unisono_models.training.run.log import read_metrics
+from unisono_models.training.run.reproduce import main, reproduce
+from unisono_models.training.run.run_directory import open_run, read_config, read_provenance
+from unisono_models.training.run.log import RunLog
 
 START = {
     "world_size": 2,
@@ -175,8 +175,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from tests.training.test_reproduce import ToyConfig, train_toy
-from unisono_models.training.config_json import config_from_json, read_json
-from unisono_models.training.ranks import start_ranks
+from unisono_models.training.config.serialization import config_from_json, read_json
+from unisono_models.training.distributed.launch import start_ranks
 
 given = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
 config = config_from_json(ToyConfig, read_json(Path(given["--config"]))["config"])

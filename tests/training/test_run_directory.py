@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import pytest
 
-from unisono_models.training import run_directory, run_lock
+from unisono_models.training.run import run_directory, run_directory as run_lock
 from unisono_models.training.config import CheckpointConfig, RunConfig
-from unisono_models.training.config_json import config_from_json, config_to_json, read_json
-from unisono_models.training.provenance import cpu_model, git_state, versions
-from unisono_models.training.run_directory import config_differences, open_run, read_config, read_provenance
-from unisono_models.training.talk import RanksError
+from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
+from unisono_models.training.run.provenance import cpu_model, git_state, versions
+from unisono_models.training.run.run_directory import config_differences, open_run, read_config, read_provenance
+from unisono_models.training.distributed.object_collectives import RanksError
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unisono_models.training import progress, run_log
-from unisono_models.training.metrics_file import MetricsFile, read_metrics
-from unisono_models.training.progress import Progress
-from unisono_models.training.run_directory import RunDirectory
-from unisono_models.training.run_log import RunLog
+from unisono_models.training.run import log as progress, log as run_log
+from unisono_models.training.run.log import MetricsFile, read_metrics
+from unisono_models.training.run.log import Progress
+from unisono_models.training.run.run_directory import RunDirectory
+from unisono_models.training.run.log import RunLog
 
 ALONE = SimpleNamespace(rank=0, size=1, first=True)
 LOSSES = torch.tensor([0.1, 1 / 3, math.pi, math.inf, math.nan, 1e-45, 7.0])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from unisono_models.training.table import main, make_table
+from unisono_models.training.run.compare import main, make_table
 
 
 @pytest.fixture

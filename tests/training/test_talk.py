@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from unisono.collectives.testing import RanksFailed
-from unisono_models.training.talk import RanksError, hear, tell, together
+from unisono_models.training.distributed.object_collectives import RanksError, hear, tell, together
 
 VALUES = {"text": "❤ naïve", "list": [1, 2.5, None, True], "nested": {"a": {"b": []}}, "exact": 0.1 + 0.2}
 

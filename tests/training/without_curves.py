@@ -9,7 +9,7 @@ from unittest import mock
 def without_curves() -> Iterator[None]:
     """For tests that look at numbers only. Some run in each file draws them."""
     with (
-        mock.patch("unisono_models.training.report.write_plots", return_value={}),
-        mock.patch("unisono_models.training.report.draw_plots", return_value={}),
+        mock.patch("unisono_models.training.run.report.write_plots", return_value={}),
+        mock.patch("unisono_models.training.run.report.draw_plots", return_value={}),
     ):
         yield

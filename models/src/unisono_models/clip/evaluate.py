@@ -13,8 +13,8 @@ from unisono.collectives import all_gather, global_mean
 from unisono.contrastive import retrieval_metrics
 from unisono_models.clip.data.pairs import Pairs
 from unisono_models.clip.data.test_sets import TestSet
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.watchdog import Heartbeat
+from unisono_models.training.distributed.launch import Ranks
 
 TEMPLATES = ("{}", "an emoji of {}", "a drawing of {}", "something of the kind {}")
 

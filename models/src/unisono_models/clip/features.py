@@ -14,10 +14,10 @@ from unisono_models.clip.evaluate import prompts_for
 from unisono_models.clip.model import Clip
 from unisono_models.clip.source import Source
 from unisono_models.clip.towers import ImageTower, TextTower
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.progress import watched
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.watchdog import Heartbeat
+from unisono_models.training.run.log import watched
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import together
 
 ROWS = 64  # in a forward. Fixed, and whole ones go to ranks: how many ranks there are changes no bit of a feature
 

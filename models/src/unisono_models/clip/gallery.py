@@ -17,8 +17,8 @@ from unisono_models.clip.data.images import decode_image
 from unisono_models.clip.data.pairs import CaptionedPairs
 from unisono_models.clip.gallery_features import encode_pairs, encode_pixels, kept_features
 from unisono_models.clip.model import Clip
-from unisono_models.emoji.concepts import ART, TONES, list_emoji
-from unisono_models.emoji.drawings import load_drawings, prepare, render
+from unisono_models.datasets.emoji.concepts import ART, TONES, list_emoji
+from unisono_models.datasets.emoji.images import load_drawings, prepare, render
 
 MAX_QUERY = 300  # characters; no text tower reads more
 

@@ -21,8 +21,8 @@ from unisono_models.clip.config import ClipConfig
 from unisono_models.clip.data.images import fit_picture
 from unisono_models.clip.text import CaptionTokenizer
 from unisono_models.clip.towers import ImageTower, TextTower
-from unisono_models.training.config_json import config_from_json, config_to_json, read_json
-from unisono_models.training.dropout import own_dropout
+from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
+from unisono_models.training.randomness import own_dropout
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 

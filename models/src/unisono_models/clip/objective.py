@@ -13,7 +13,7 @@ from unisono.collectives import global_mean
 from unisono.contrastive import ClipLoss, NTXentLoss, SigmoidLoss, SupConLoss, cached_backward
 from unisono_models.clip.config import ObjectiveConfig
 from unisono_models.clip.model import Clip
-from unisono_models.training.dropout import dropout_for, dropout_rows
+from unisono_models.training.randomness import dropout_for, dropout_rows
 from unisono_models.training.randomness import uniform
 
 Part = Literal["all", "images", "views", "text"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from unisono_models.clip.config import OptimizerConfig
-from unisono_models.training.parallel import repeated_blocks
+from unisono_models.training.distributed.parallel import repeated_blocks
 from unisono_models.training.schedule import part_of_rate
 
 

@@ -18,10 +18,10 @@ from unisono_models.clip.model import Clip
 from unisono_models.clip.objective import Learner
 from unisono_models.clip.picture import draw_searches
 from unisono_models.clip.source import Source
-from unisono_models.training.report import Picture, write_report
-from unisono_models.training.run_directory import RunDirectory
-from unisono_models.training.skipped import Skipped
-from unisono_models.training.talk import together
+from unisono_models.training.run.report import Picture, write_report
+from unisono_models.training.run.run_directory import RunDirectory
+from unisono_models.datasets.skip_report import Skipped
+from unisono_models.training.distributed.object_collectives import together
 
 QUERIES = ("red heart", "happy dog", "fruit", "rain and thunder", "I am so tired", "fish in the sea", "let's party")
 FIGURES = ("recall@1", "recall@5", "recall@10", "median_rank")

@@ -20,7 +20,7 @@ from unisono_models.clip.data.records import printable
 from unisono_models.clip.gallery import Gallery, Hit
 from unisono_models.clip.picture import Row, draw_results, make_row
 from unisono_models.clip.run_gallery import RunError, open_gallery
-from unisono_models.emoji.concepts import Vendor
+from unisono_models.datasets.emoji.concepts import Vendor
 
 PROG = "python -m unisono_models.clip.search"
 

@@ -13,11 +13,11 @@ from unisono_models.clip.data.pairs import CaptionedPairs, Pairs
 from unisono_models.clip.data.sources import open_pairs
 from unisono_models.clip.data.splits import split_pairs
 from unisono_models.clip.data.test_sets import TestSet
-from unisono_models.emoji.concepts import ART, list_emoji
-from unisono_models.emoji.drawings import load_drawings
-from unisono_models.emoji.groups import GROUPS
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import together
+from unisono_models.datasets.emoji.concepts import ART, list_emoji
+from unisono_models.datasets.emoji.images import load_drawings
+from unisono_models.datasets.emoji.groups import GROUPS
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import together
 
 CAPTIONS = 200_000  # as many are enough to train a tokenizer on
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from unisono_models.clip.config import TextConfig
-from unisono_models.training.disk import replace_file
-from unisono_models.training.package_files import text_folder
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import tell, together
+from unisono_models.training.checkpoint.atomic_file import replace_file
+from unisono_models.datasets.package_files import text_folder
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import tell, together
 
 
 class CaptionTokenizer:

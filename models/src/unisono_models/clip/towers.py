@@ -16,8 +16,8 @@ from torch.autograd import grad
 
 from unisono_models.clip.config import ImageConfig, TextConfig
 from unisono_models.clip.weights import load_in_order
-from unisono_models.training.dropout import dropout_for, dropout_rows, own_dropout
-from unisono_models.training.package_files import text_folder
+from unisono_models.training.randomness import dropout_for, dropout_rows, own_dropout
+from unisono_models.datasets.package_files import text_folder
 
 
 class ImageTower(nn.Module):

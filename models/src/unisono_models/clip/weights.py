@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from unisono_models.training.package_files import locate
+from unisono_models.datasets.package_files import locate
 
 
 def load_in_order(model: nn.Module, name: str) -> None:

@@ -17,11 +17,11 @@ from unisono_models.gan.judge.kept import ready_judge
 from unisono_models.gan.outcome import figure_rows, print_table
 from unisono_models.gan.pictures.generating import generate_like
 from unisono_models.gan.source import open_source
-from unisono_models.training.config_json import read_json
-from unisono_models.training.finished_run import RunError, find_run
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.talk import RanksError, together
+from unisono_models.training.config.serialization import read_json
+from unisono_models.training.run.run_directory import RunError, find_run
+from unisono_models.training.distributed.watchdog import Heartbeat
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.object_collectives import RanksError, together
 
 _TIMEOUT = 1800.0  # seconds without progress: reading many pictures takes long on some disks
 

@@ -18,10 +18,10 @@ from unisono_models.gan.metrics.kernel import kernel_distance, kernel_mean
 from unisono_models.gan.metrics.labels import label_metrics
 from unisono_models.gan.metrics.neighbours import neighbour_metrics, neighbour_radii
 from unisono_models.gan.source import Source
-from unisono_models.training.heartbeat import Heartbeat
+from unisono_models.training.distributed.watchdog import Heartbeat
 from unisono_models.training.randomness import generator
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import tell, together
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import tell, together
 
 _SEED = 0  # not the run's: runs with different seeds are asked for the same pictures
 

@@ -21,11 +21,11 @@ from unisono_models.gan.pictures.grid import draw_grid, save_picture
 from unisono_models.gan.pictures.nearest import find_nearest
 from unisono_models.gan.pictures.sheets import COLUMNS, find_real, make_paths, make_rows, show_some
 from unisono_models.gan.source import Source
-from unisono_models.training.html_parts import number
-from unisono_models.training.plots import readable
-from unisono_models.training.report import Picture, write_report
-from unisono_models.training.run_directory import RunDirectory
-from unisono_models.training.talk import together
+from unisono_models.training.run.report import number
+from unisono_models.training.run.plots import readable
+from unisono_models.training.run.report import Picture, write_report
+from unisono_models.training.run.run_directory import RunDirectory
+from unisono_models.training.distributed.object_collectives import together
 
 HIGHLIGHTS = ("frechet_distance", "label_accuracy", "precision", "recall")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unisono_models.emoji.drawings import load_drawings
+from unisono_models.datasets.emoji.images import load_drawings
 from unisono_models.gan.config import Condition, DataConfig
 from unisono_models.gan.data import emoji, mnist
 from unisono_models.gan.data.conditions import check_condition, check_settings
@@ -17,8 +17,8 @@ from unisono_models.gan.data.idx import find_idx, read_idx_folder
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.data.splits import hold_out
 from unisono_models.gan.data.text_vectors import TextEncoder, encode_captions
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import hear, together
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import hear, together
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,15 +19,15 @@ from unisono_models.gan.outcome import conclude, write_frame
 from unisono_models.gan.pictures.generating import generate_like
 from unisono_models.gan.recipes import RECIPES
 from unisono_models.gan.source import open_source
-from unisono_models.training.checkpoints import Checkpoints
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.order import SampleOrder
+from unisono_models.training.checkpoint.manager import Checkpoints
+from unisono_models.training.distributed.watchdog import Heartbeat
+from unisono_models.training.sampler import SampleOrder
 from unisono_models.training.randomness import key_of
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.run_directory import open_run
-from unisono_models.training.run_log import RunLog
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.run.run_directory import open_run
+from unisono_models.training.run.log import RunLog
 from unisono_models.training.schedule import is_due, part_of_rate
-from unisono_models.training.stopping import Stopping
+from unisono_models.training.run.preemption import Stopping
 
 
 def main(args: Sequence[str] | None = None) -> None:

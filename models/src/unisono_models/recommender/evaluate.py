@@ -16,9 +16,9 @@ from unisono_models.recommender.evaluation import Evaluator
 from unisono_models.recommender.export import FILES, dtype_of_weights, exported_data, load_weights, read_vocabularies
 from unisono_models.recommender.objective import make_learner
 from unisono_models.recommender.source import open_source
-from unisono_models.training.finished_run import find_run
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.talk import RanksError, together
+from unisono_models.training.run.run_directory import find_run
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.object_collectives import RanksError, together
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from unisono_models.recommender.metrics.ranking import ranking_metrics, top_item
 from unisono_models.recommender.objective import Learner
 from unisono_models.recommender.source import Source
 from unisono_models.recommender.two_tower import TwoTower
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.skipped import Skipped
+from unisono_models.training.distributed.watchdog import Heartbeat
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.datasets.skip_report import Skipped
 
 Which = Literal["valid", "test"]
 KS = (10, 50)

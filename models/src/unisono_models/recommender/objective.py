@@ -18,7 +18,7 @@ from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.source import Source
 from unisono_models.recommender.tables import Tables
 from unisono_models.recommender.two_tower import TwoTower, retrieval_loss
-from unisono_models.training.dropout import dropout_for, dropout_rows, own_dropout
+from unisono_models.training.randomness import dropout_for, dropout_rows, own_dropout
 
 
 class Learner(nn.Module):

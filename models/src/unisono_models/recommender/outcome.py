@@ -14,10 +14,10 @@ from unisono_models.recommender.neighbours import item_vectors, nearest_items
 from unisono_models.recommender.picture import draw_map
 from unisono_models.recommender.published import published_rows
 from unisono_models.recommender.titles import read_titles
-from unisono_models.training.report import Picture, write_report
-from unisono_models.training.run_directory import RunDirectory
-from unisono_models.training.skipped import Skipped
-from unisono_models.training.talk import together
+from unisono_models.training.run.report import Picture, write_report
+from unisono_models.training.run.run_directory import RunDirectory
+from unisono_models.datasets.skip_report import Skipped
+from unisono_models.training.distributed.object_collectives import together
 
 HIGHLIGHTS = ("test/auc", "test/log_loss", "test/ndcg@10", "test/recall@10", "test/hit@10")
 

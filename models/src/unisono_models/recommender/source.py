@@ -21,9 +21,9 @@ from unisono_models.recommender.data.ratings import Ratings
 from unisono_models.recommender.data.splits import split_groups, split_rows
 from unisono_models.recommender.data.vocabulary import Vocabulary
 from unisono_models.recommender.features import Feature, parse_features
-from unisono_models.training.file_patterns import check_alike, find_files
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import together
+from unisono_models.datasets.file_patterns import check_alike, find_files
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import together
 
 KINDS = {".inter": "atomic", ".parquet": "parquet"} | dict.fromkeys((".tsv", ".txt", ".csv", ""), "criteo")
 

@@ -17,9 +17,9 @@ from unisono_models.recommender.data.splits import check_parts
 from unisono_models.recommender.data.stream import Stream, hold_out
 from unisono_models.recommender.features import Feature
 from unisono_models.recommender.source import Source
-from unisono_models.training.file_patterns import check_alike, find_files
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import together
+from unisono_models.datasets.file_patterns import check_alike, find_files
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import together
 
 FORMATS = {
     "parquet": {".parquet": "parquet"},

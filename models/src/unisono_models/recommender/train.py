@@ -14,16 +14,16 @@ from unisono_models.recommender.objective import Learner, make_learner
 from unisono_models.recommender.outcome import conclude
 from unisono_models.recommender.recipes import RECIPES
 from unisono_models.recommender.source import open_source
-from unisono_models.training.checkpoints import Checkpoints
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.parallel import dtype_of, parallelize, precision_of
+from unisono_models.training.checkpoint.manager import Checkpoints
+from unisono_models.training.distributed.watchdog import Heartbeat
+from unisono_models.training.distributed.parallel import dtype_of, parallelize, precision_of
 from unisono_models.training.randomness import key_of
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.run_directory import open_run
-from unisono_models.training.run_log import RunLog
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.run.run_directory import open_run
+from unisono_models.training.run.log import RunLog
 from unisono_models.training.schedule import is_due, part_of_rate
-from unisono_models.training.skipped import Skipped
-from unisono_models.training.stopping import Stopping
+from unisono_models.datasets.skip_report import Skipped
+from unisono_models.training.run.preemption import Stopping
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.emoji.concepts import Concept, Drawing, list_captions, list_emoji
-from unisono_models.emoji.drawings import load_drawings
+from unisono_models.datasets.emoji.concepts import Concept, Drawing, list_captions, list_emoji
+from unisono_models.datasets.emoji.images import load_drawings
 
 Words = Literal["names", "names and aliases"]
 

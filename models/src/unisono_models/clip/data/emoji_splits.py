@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from unisono_models.clip.data.emoji import EmojiPairs, Words, emoji_pairs
-from unisono_models.emoji.concepts import VENDORS, Concept, Drawing, Vendor, list_emoji
+from unisono_models.datasets.emoji.concepts import VENDORS, Concept, Drawing, Vendor, list_emoji
 
 HeldOut = Literal["vendor", "drawing"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import Skip
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,8 +14,8 @@ from unisono_models.clip.data.images import read_file
 from unisono_models.clip.data.pairs import PairBatch
 from unisono_models.clip.data.records import Record, check_indices, clean_text, concept_from, make_batch, printable, skip
 from unisono_models.clip.data.tables import CAPTION_COLUMNS, IMAGE_COLUMNS, choose_column, resolve_path
-from unisono_models.training.parquet_file import open_parquet
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.parquet import open_parquet
+from unisono_models.datasets.skip_report import Skip
 
 _CACHE_BYTES = 256 * 2**20
 _OPEN_FILES = 16

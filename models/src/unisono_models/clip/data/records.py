@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from unisono_models.clip.data.images import BrokenImageError, decode_image
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import Skip
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from unisono_models.clip.data.pairs import CaptionedPairs
 from unisono_models.clip.data.parquet import ParquetPairs
 from unisono_models.clip.data.tables import TablePairs
 from unisono_models.clip.data.tars import open_tars
-from unisono_models.training import file_patterns
-from unisono_models.training.file_patterns import Spec, check_alike, expand_braces
-from unisono_models.training.talk import together
+from unisono_models.datasets import file_patterns
+from unisono_models.datasets.file_patterns import Spec, check_alike, expand_braces
+from unisono_models.training.distributed.object_collectives import together
 
 __all__ = ["Spec", "expand_braces", "find_files", "open_pairs"]
 

@@ -14,7 +14,7 @@ from unisono.collectives.groups import resolve
 from unisono_models.clip.data.pairs import CaptionedPairs, PairBatch
 from unisono_models.clip.data.records import check_indices
 from unisono_models.training.randomness import uniform
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.object_collectives import together
 
 _CHUNK = 1 << 16  # rows whose captions are in memory at a time
 

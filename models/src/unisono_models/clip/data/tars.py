@@ -22,8 +22,8 @@ from unisono_models.clip.data.images import MAX_BYTES
 from unisono_models.clip.data.pairs import PairBatch
 from unisono_models.clip.data.records import Record, check_indices, make_batch, skip
 from unisono_models.clip.data.tar_index import COLUMNS, MAX_TEXT, TextFields, fingerprint, index_cached, load_index, save_index
-from unisono_models.training.skipped import Skip
-from unisono_models.training.talk import hear, together
+from unisono_models.datasets.skip_report import Skip
+from unisono_models.training.distributed.object_collectives import hear, together
 
 _OPEN_FILES = 64
 

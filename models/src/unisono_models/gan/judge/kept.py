@@ -15,10 +15,10 @@ from unisono_models.gan.config import EvaluationConfig
 from unisono_models.gan.judge.network import Judge
 from unisono_models.gan.judge.training import train_judge
 from unisono_models.gan.source import Source
-from unisono_models.training.disk import replace_file
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import tell, together
+from unisono_models.training.checkpoint.atomic_file import replace_file
+from unisono_models.training.distributed.watchdog import Heartbeat
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import tell, together
 
 
 def ready_judge(

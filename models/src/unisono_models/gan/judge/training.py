@@ -13,8 +13,8 @@ from unisono_models.gan.config import EvaluationConfig
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.judge.network import Judge
 from unisono_models.gan.source import Source
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.order import SampleOrder
+from unisono_models.training.distributed.watchdog import Heartbeat
+from unisono_models.training.sampler import SampleOrder
 from unisono_models.training.randomness import uniform
 from unisono_models.training.schedule import part_of_rate
 

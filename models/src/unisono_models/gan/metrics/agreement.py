@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from unisono.collectives import Group
-from unisono_models.training.talk import by_rank, hear
+from unisono_models.training.distributed.object_collectives import by_rank, hear
 
 
 def settle(function: str, problem: str = "", *, group: Group = None, **features: Tensor) -> dict[str, int]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_reduce
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.object_collectives import together
 
 _ENOUGH = 0.1  # of its real share, for a class to count as covered
 

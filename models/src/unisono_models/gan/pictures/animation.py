@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from unisono_models.gan.pictures.grid import BACKGROUND, INK, LETTERS, MARGIN, font
-from unisono_models.training.disk import replace_file
+from unisono_models.training.checkpoint.atomic_file import replace_file
 
 FIRST, LAST = 900, 3000  # milliseconds
 _ALL, _SHORTEST, _LONGEST = 7000, 90, 400  # of those between

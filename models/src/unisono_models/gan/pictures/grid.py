@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from unisono_models.training.disk import replace_file
-from unisono_models.training.plots import INKS
+from unisono_models.training.checkpoint.atomic_file import replace_file
+from unisono_models.training.run.plots import INKS
 
 CELL = 56  # pixels a side that a picture gets at least
 GAP, MARGIN, LETTERS = 4, 12, 15

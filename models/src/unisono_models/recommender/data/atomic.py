@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import Skip
 
 TYPES = ("token", "token_seq", "float", "float_seq")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.embedding import Ragged
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import Skip
 
 Ids: TypeAlias = Tensor | Ragged
 

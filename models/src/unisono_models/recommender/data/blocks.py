@@ -12,7 +12,7 @@ from unisono.embedding import Ragged
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.features import Feature
 from unisono_models.training.randomness import generator
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import Skip
 
 
 class Blocks(Protocol):

@@ -13,7 +13,7 @@ from unisono_models.recommender.data.batch import Batch, Ids
 from unisono_models.recommender.data.criteo_lines import HEXES, INTEGERS, parse_lines
 from unisono_models.recommender.data.line_index import LineIndex
 from unisono_models.recommender.features import Feature
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import Skip
 
 INTEGER_COLUMNS = tuple(f"I{number}" for number in range(1, INTEGERS + 1))
 HEX_COLUMNS = tuple(f"C{number}" for number in range(1, HEXES + 1))

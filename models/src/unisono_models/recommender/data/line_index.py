@@ -14,9 +14,9 @@ from torch import Tensor
 from unisono.collectives import all_gather
 from unisono.collectives.groups import resolve
 from unisono_models.recommender.data.blocks import share
-from unisono_models.training.file_patterns import PACKED, check_alike
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import together
+from unisono_models.datasets.file_patterns import PACKED, check_alike
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import together
 
 _CHUNK = 1 << 20
 _SEGMENT = 1 << 26

@@ -16,8 +16,8 @@ from unisono_models.recommender.data.batch import Batch, Ids, take_ids
 from unisono_models.recommender.data.blocks import empty_batch
 from unisono_models.recommender.data.parquet_columns import is_bags, is_ids, is_numbers, read_bags, read_ids, read_numbers
 from unisono_models.recommender.features import Feature
-from unisono_models.training.parquet_file import open_parquet
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.parquet import open_parquet
+from unisono_models.datasets.skip_report import Skip
 
 _OPEN_FILES = 16
 _CACHE_BYTES = 256 * 2**20

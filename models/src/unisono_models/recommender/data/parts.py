@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.ratings import Ratings
-from unisono_models.training.order import SampleOrder
+from unisono_models.training.sampler import SampleOrder
 
 
 class Part(Protocol):

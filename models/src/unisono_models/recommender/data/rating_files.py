@@ -14,7 +14,7 @@ from unisono_models.recommender.data.batch import Ids
 from unisono_models.recommender.data.ratings import Ratings, Side
 from unisono_models.recommender.data.vocabulary import Vocabulary
 from unisono_models.recommender.features import Feature, Kind
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import Skip
 
 KINDS: dict[str, Kind] = {"token": "id", "token_seq": "ids", "float": "number"}
 _LARGEST = torch.finfo(torch.float32).max

@@ -11,7 +11,7 @@ from unisono.embedding import Ragged
 from unisono_models.recommender.data.batch import Batch, Ids, take_ids
 from unisono_models.recommender.data.vocabulary import Vocabulary
 from unisono_models.recommender.features import Feature
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import Skip
 
 Side = str  # "inter", "user" or "item"
 

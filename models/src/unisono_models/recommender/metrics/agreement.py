@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unisono.collectives import Group
-from unisono_models.training.talk import by_rank, hear
+from unisono_models.training.distributed.object_collectives import by_rank, hear
 
 
 def settle(function: str, problem: str, *, rows: int, same: str, group: Group = None) -> list[int]:

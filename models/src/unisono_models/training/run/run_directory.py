@@ -1,24 +1,66 @@
-"""The directory of a run: which one it is, whether it is continued, and what is kept in it."""
+"""A run directory belongs to one run at a time: two at once would ruin each other's files."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
-
 from unisono_models.training.config import RunConfig
-from unisono_models.training.config_json import config_to_json, read_json
-from unisono_models.training.disk import PART, replace_file
-from unisono_models.training.provenance import describe_start
-from unisono_models.training.run_lock import lock_run
-from unisono_models.training.talk import Json, hear, tell, together
+from unisono_models.training.config.serialization import config_to_json, read_json
+from unisono_models.training.checkpoint.atomic_file import PART, replace_file
+from unisono_models.training.run.provenance import describe_start
+from unisono_models.training.distributed.object_collectives import Json, hear, tell, together
+from collections.abc import Sequence
+from typing import TypeVar
+from unisono_models.training.config.serialization import config_from_json
+
+
+WAIT = 10.0  # seconds: a run that was told to stop may be about to end
+
+
+def lock_run(path: Path) -> IO[str] | None:
+    """Hold the run directory `path` until the returned file is closed or this process ends, in whichever way.
+
+    Raises: BlockingIOError that names the process that holds it.
+    Returns None where there are no locks to be had: on some network file systems, and without POSIX.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    file = (path / ".lock").open("a+")
+    deadline = time.monotonic() + WAIT
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the process: workers forked from it do not inherit it
+            break
+        except (BlockingIOError, PermissionError) as error:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                file.close()
+                text = f"open_run: {path} is in use by {holder}: wait for it, stop it, or choose another --run.dir"
+                raise BlockingIOError(text) from error
+            time.sleep(0.2)
+        except OSError:
+            file.close()
+            return None
+    with suppress(OSError):  # what it says is only for the message above
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+    return file
+
 
 if TYPE_CHECKING:
-    from unisono_models.training.ranks import Ranks
+    from unisono_models.training.distributed.launch import Ranks
 
 # Fields that say where a start of the run is, how far it goes and how long it waits, not what is computed. Any start may have
 # its own; the first two are not kept, so that a run can be moved, and run again elsewhere.
@@ -212,3 +254,48 @@ def _get(config: Json, name: str) -> str:
 
 def _pretty(value: Json) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+T = TypeVar("T")
+
+
+class RunError(ValueError):
+    """A directory without a finished run, or a command that its model cannot follow. The message says what to do."""
+
+
+def find_run(path: Path, *, model: str, kind: type[T], files: Sequence[str]) -> T:
+    """The config, a `kind`, of the run in the directory `path`, which has to be of `model` and to have exported `files`.
+
+    Raises: RunError if there is none, or not yet.
+
+    Example:
+        find_run(Path("runs/gan-digits"), model="gan", kind=Config, files=FILES).data.source  ->  "mnist-5k"
+    """
+    if not path.is_dir():
+        raise RunError(f"{path}: no such directory.{_list_runs(model, files)}")
+    try:
+        saved = read_config(path)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} is no run: {error}.{_list_runs(model, files)}") from None
+    if saved["model"] != model:
+        raise RunError(f"{path} holds a run of {saved['model']}, not of {model}.{_list_runs(model, files)}")
+    if missing := [name for name in files if not (path / "export" / name).is_file()]:
+        raise RunError(
+            f"{path}: the run has not finished: export/{missing[0]} is not there yet. Wait for it, or start the training "
+            "again with the same options, which continues it"
+        )
+    return config_from_json(kind, saved["config"])
+
+
+def _list_runs(model: str, files: Sequence[str]) -> str:
+    """Those that could have been meant."""
+    paths = [file.parents[1] for file in sorted(Path("runs").glob(f"*/export/{files[0]}"))]
+    found = [str(path) for path in paths if _is_of(model, path)]
+    return f" Here are {', '.join(found[:5])}" if found else f" Train one: ./scripts/train {model}"
+
+
+def _is_of(model: str, path: Path) -> bool:
+    try:
+        return bool(read_config(path)["model"] == model)
+    except (OSError, ValueError):
+        return False

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from unisono.collectives.groups import resolve
-from unisono_models.training import commits
-from unisono_models.training.commits import Commit
-from unisono_models.training.disk import write_file
-from unisono_models.training.states import Extra, Optimizers, Targets, collect
-from unisono_models.training.storage import ShardReader, ShardWriter, StagedPlanner
-from unisono_models.training.talk import Json, RanksError, by_rank, hear, tell, together
-from unisono_models.training.tensor_index import Entry, read_index
+from unisono_models.training.checkpoint import manifest as commits
+from unisono_models.training.checkpoint.manifest import Commit
+from unisono_models.training.checkpoint.atomic_file import write_file
+from unisono_models.training.checkpoint.state_dict import Extra, Optimizers, Targets, collect
+from unisono_models.training.checkpoint.storage import ShardReader, ShardWriter, StagedPlanner
+from unisono_models.training.distributed.object_collectives import Json, RanksError, by_rank, hear, tell, together
+from unisono_models.training.checkpoint.tensor_index import Entry, read_index
 
 _STATE = "state.json"
 _WAY_OUT = 10.0  # seconds that a run which has failed leaves the save that is under way

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from unisono_models.training.talk import hear, together
+from unisono_models.training.distributed.object_collectives import hear, together
 
 Spec: TypeAlias = str | Path | Sequence[str | Path]
 _BRACES = re.compile(r"\{([^{}]*)\}")

@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from unisono_models.training.talk import Json
+from unisono_models.training.distributed.object_collectives import Json
 
 T = TypeVar("T")
 TAG = "class"  # a keyword of Python, so that no field can be called that

@@ -15,8 +15,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import tyro
 
-from unisono_models.training.config_json import config_from_json
-from unisono_models.training.run_directory import read_config
+from unisono_models.training.config.serialization import config_from_json
+from unisono_models.training.run.run_directory import read_config
 
 Config = TypeVar("Config")
 _FIRST_WORD = 30.0  # seconds that the other ranks leave to rank 0 to say what is wrong

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from unisono_models.emoji.concepts import Drawing, folder_of, list_emoji
-from unisono_models.training.progress import watched
+from unisono_models.datasets.emoji.concepts import Drawing, folder_of, list_emoji
+from unisono_models.training.run.log import watched
 
 _LAYOUT = 1  # of the file; a new one makes old files go unused
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from unisono_models.training.talk import Json
+from unisono_models.training.distributed.object_collectives import Json
 
 PACKAGES = (
     "torch",

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from unisono_models.training.disk import check_space, explained, write_file
-from unisono_models.training.tensor_index import INDEX, Entry, Part, write_index
+from unisono_models.training.checkpoint.atomic_file import check_space, explained, write_file
+from unisono_models.training.checkpoint.tensor_index import INDEX, Entry, Part, write_index
 
 _ALIGNMENT = 64
 _PIECE = 1 << 24  # bytes written and hashed at a time

@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from unisono_models.training.metrics_file import read_metrics
-from unisono_models.training.talk import Json
+from unisono_models.training.run.log import read_metrics
+from unisono_models.training.distributed.object_collectives import Json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from unisono_models.training.talk import Json
-from unisono_models.training.tensor_index import Entry
+from unisono_models.training.distributed.object_collectives import Json
+from unisono_models.training.checkpoint.tensor_index import Entry
 
 Optimizers: TypeAlias = Optimizer | Mapping[str, Optimizer]
 Extra: TypeAlias = Mapping[str, Tensor | nn.Module]

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from unisono_models.emoji.groups import group_of
-from unisono_models.training.package_files import package_folder
+from unisono_models.datasets.emoji.groups import group_of
+from unisono_models.datasets.package_files import package_folder
 
 Vendor = Literal["noto", "twemoji", "openmoji"]
 VENDORS: tuple[Vendor, ...] = get_args(Vendor)

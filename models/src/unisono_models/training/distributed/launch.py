@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
-from unisono_models.training.meeting import meet
+from unisono_models.training.distributed.rendezvous import meet
 
 _START = 300.0  # seconds at least for all ranks to come: a cold file system keeps some of them
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h

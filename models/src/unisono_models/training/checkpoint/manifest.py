@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from unisono_models.training.disk import digest_file, explained, replace_file, sync_directory
+from unisono_models.training.checkpoint.atomic_file import digest_file, explained, replace_file, sync_directory
 
 COMMIT = "COMMIT"
 FORMAT = 1

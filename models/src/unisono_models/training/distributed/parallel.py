@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono_models.training.config import ParallelConfig
-from unisono_models.training.dropout import remembered
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import hear
+from unisono_models.training.randomness import remembered
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import hear
 
 
 def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Run a run again from its directory, and compare the numbers: python -m unisono_models.training.reproduce RUN_DIR"""
+"""Run a run again from its directory, and compare the numbers: python -m unisono_models.training.run.reproduce RUN_DIR"""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Annotated
 
 import tyro
 
-from unisono_models.training.comparison import Verdict, compare_runs
-from unisono_models.training.metrics_file import read_metrics
-from unisono_models.training.provenance import VARIABLES
-from unisono_models.training.run_directory import read_config, read_provenance
-from unisono_models.training.talk import Json
+from unisono_models.training.run.compare import Verdict, compare_runs
+from unisono_models.training.run.log import read_metrics
+from unisono_models.training.run.provenance import VARIABLES
+from unisono_models.training.run.run_directory import read_config, read_provenance
+from unisono_models.training.distributed.object_collectives import Json
 
 PACKAGE = "unisono_models"
 
@@ -126,4 +126,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main, prog="python -m unisono_models.training.reproduce"))
+    sys.exit(tyro.cli(main, prog="python -m unisono_models.training.run.reproduce"))

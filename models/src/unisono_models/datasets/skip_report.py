@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from unisono_models.training.talk import Json, hear
+from unisono_models.training.distributed.object_collectives import Json, hear
 
 _EXAMPLES = 3  # of each reason
 
