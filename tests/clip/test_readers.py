@@ -28,7 +28,7 @@ from unisono_models.clip.data.sources import expand_braces, find_files, open_pai
 from unisono_models.clip.data.splits import split_pairs
 from unisono_models.clip.data.tables import TablePairs
 from unisono_models.clip.data.tar_index import TextFields, index_tar
-from unisono_models.datasets.skip_report import Skip, Skipped
+from unisono_models.datasets.skip_report import SkippedSample, SkipReport
 
 fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -172,16 +172,16 @@ def batch_with(kept, skips):
 
 def counts_and_raises_alike():
     rank = resolve(None).rank
-    skipped = Skipped()
-    skipped.add(batch_with(100 - rank, [Skip(k, f"r{rank}", "broken image", "no") for k in range(rank)]))
+    skipped = SkipReport()
+    skipped.add(batch_with(100 - rank, [SkippedSample(k, f"r{rank}", "broken image", "no") for k in range(rank)]))
     summary = skipped.summary()
     assert summary["read"] == 300 and summary["reasons"] == {"broken image": 3}
     assert [name for _, name, _ in summary["examples"]["broken image"]] == ["r1", "r2", "r2"]
     skipped.check(0.01)
     with pytest.raises(ValueError, match=r"3 of 300 pairs skipped. broken image: 3, such as r1 \(row 0\): no;.*\nThis is more"):
         skipped.check(0.009)
-    resumed = Skipped(before=json.loads(json.dumps(summary)))
-    resumed.add(batch_with(9, [Skip(1, "late", "empty caption")]))
+    resumed = SkipReport(before=json.loads(json.dumps(summary)))
+    resumed.add(batch_with(9, [SkippedSample(1, "late", "empty caption")]))
     return resumed.report()
 
 
@@ -192,8 +192,8 @@ def test_skips_are_counted_over_ranks_and_stop_all_of_them(ranks):
 
 
 def test_first_broken_pair_does_not_end_a_run():
-    skipped = Skipped()
-    skipped.add(batch_with(1, [Skip(0, "a", "broken image")]))
+    skipped = SkipReport()
+    skipped.add(batch_with(1, [SkippedSample(0, "a", "broken image")]))
     skipped.check(0.01)
     with pytest.raises(ValueError, match="1 of 2"):
         skipped.check(0.01, at_least=0)

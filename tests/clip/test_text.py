@@ -101,10 +101,10 @@ def test_mask_token_is_found_by_either_name():
 
 
 def test_model_s_own_tokenizer_is_that_of_transformers():
-    from unisono_models.datasets.package_files import text_folder
+    from unisono_models.datasets.package_files import find_transformers_folder
 
     tokenizer = make_tokenizer(MINILM, ["these do not matter"])
-    theirs = transformers.AutoTokenizer.from_pretrained(text_folder(MINILM.model))
+    theirs = transformers.AutoTokenizer.from_pretrained(find_transformers_folder(MINILM.model))
     rows = tokenizer(CAPTIONS)
     for row, text in zip(rows, CAPTIONS, strict=True):
         assert row[row >= 0].tolist() == theirs(text)["input_ids"]

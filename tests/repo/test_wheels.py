@@ -34,7 +34,7 @@ import torch
 tower = ImageTower(RECIPES["tiny"].model.image, 8).eval()
 assert tower(torch.zeros(2, 3, 32, 32)).shape == (2, 8)
 assert "<html" in resources.files("unisono_models.clip").joinpath("page.html").read_text()
-assert resources.files("unisono_models.training").joinpath("report.css").read_text()
+assert resources.files("unisono_models.training.run").joinpath("report.css").read_text()
 """
 
 

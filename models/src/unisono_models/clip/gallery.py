@@ -17,8 +17,8 @@ from unisono_models.clip.data.images import decode_image
 from unisono_models.clip.data.pairs import CaptionedPairs
 from unisono_models.clip.gallery_features import encode_pairs, encode_pixels, kept_features
 from unisono_models.clip.model import Clip
-from unisono_models.datasets.emoji.concepts import ART, TONES, list_emoji
-from unisono_models.datasets.emoji.images import load_drawings, prepare, render
+from unisono_models.datasets.emoji.concepts import ARTISTS, TONES, list_emoji
+from unisono_models.datasets.emoji.images import load_emoji_images, prepare_emoji_images, render_emoji
 
 MAX_QUERY = 300  # characters; no text tower reads more
 
@@ -106,17 +106,17 @@ class Gallery:
         ]
 
         def draw(index: int, size: int) -> Image.Image:
-            return Image.fromarray(np.ascontiguousarray(render(found[index], size).transpose(1, 2, 0)))
+            return Image.fromarray(np.ascontiguousarray(render_emoji(found[index], size).transpose(1, 2, 0)))
 
         kept = kept_features(
             cache,
             clip=clip,
-            data=prepare(size, cache=drawings).name,  # which names size and the versions of what is drawn
+            data=prepare_emoji_images(size, cache=drawings).name,  # which names size and the versions of what is drawn
             compute=lambda: (
-                encode_pixels(clip, load_drawings(size, cache=drawings)) if features is None else {"features": features}
+                encode_pixels(clip, load_emoji_images(size, cache=drawings)) if features is None else {"features": features}
             ),
         )
-        credits = [f"{art.name} ({art.licence})" for art in ART.values()]
+        credits = [f"{art.name} ({art.licence})" for art in ARTISTS.values()]
         return cls(clip, items, kept["features"], draw=draw, credits=credits)
 
     @classmethod

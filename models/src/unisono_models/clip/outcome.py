@@ -18,10 +18,10 @@ from unisono_models.clip.model import Clip
 from unisono_models.clip.objective import Learner
 from unisono_models.clip.picture import draw_searches
 from unisono_models.clip.source import Source
-from unisono_models.training.run.report import Picture, write_report
+from unisono_models.datasets.skip_report import SkipReport
+from unisono_models.training.distributed.object_collectives import raise_together
+from unisono_models.training.run.report import ReportImage, write_report
 from unisono_models.training.run.run_directory import RunDirectory
-from unisono_models.datasets.skip_report import Skipped
-from unisono_models.training.distributed.object_collectives import together
 
 QUERIES = ("red heart", "happy dog", "fruit", "rain and thunder", "I am so tired", "fish in the sea", "let's party")
 FIGURES = ("recall@1", "recall@5", "recall@10", "median_rank")
@@ -34,7 +34,7 @@ def conclude(
     encoder: Encoder,
     source: Source,
     figures: Mapping[str, float],
-    skipped: Skipped,
+    skipped: SkipReport,
 ) -> None:
     """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
     ranks, is_emoji = encoder.ranks, config.data.source == "emoji"
@@ -44,7 +44,7 @@ def conclude(
     broken = skipped.report()
     features = encoder.all_pictures(emoji_pairs()).float().cpu() if is_emoji else None
     pictures = []
-    with together("conclude"):
+    with raise_together("conclude"):
         if ranks.first:
             clip = _whole(learner, weights)
             clip.save_pretrained(run.export)
@@ -52,7 +52,7 @@ def conclude(
                 path = run.samples / "search.png"
                 gallery = Gallery.from_emoji(clip, cache=run.path / "gallery.safetensors", features=features)
                 draw_searches(gallery, QUERIES, path)
-                pictures.append(Picture(path, "Typed words, and the emoji that the model finds for them"))
+                pictures.append(ReportImage(path, "Typed words, and the emoji that the model finds for them"))
     rows = table_rows({**figures, **floor})
     write_report(
         run,

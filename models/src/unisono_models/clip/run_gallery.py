@@ -8,8 +8,8 @@ from pathlib import Path
 from unisono_models.clip.data.sources import find_files, open_pairs
 from unisono_models.clip.gallery import Gallery
 from unisono_models.clip.model import FILES, Clip
-from unisono_models.training.run.run_directory import read_config
 from unisono_models.training.distributed.object_collectives import Json
+from unisono_models.training.run.run_directory import read_config
 
 
 class RunError(ValueError):

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from unisono_models.datasets.package_files import locate
+from unisono_models.datasets.package_files import locate_package
 
 
 def load_in_order(model: nn.Module, name: str) -> None:
@@ -15,7 +15,7 @@ def load_in_order(model: nn.Module, name: str) -> None:
 
     The number of tensors and every shape must agree. Nothing in the file is executed.
     """
-    files = sorted(x for x in Path(locate(name)).rglob("*") if x.suffix in (".pth", ".safetensors"))
+    files = sorted(x for x in Path(locate_package(name)).rglob("*") if x.suffix in (".pth", ".safetensors"))
     if len(files) != 1:
         raise FileNotFoundError(f"{name}: expected one file of weights in the package, found {[x.name for x in files]}")
     if files[0].suffix == ".pth":

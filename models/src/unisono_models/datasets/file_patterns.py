@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from unisono_models.training.distributed.object_collectives import hear, together
+from unisono_models.training.distributed.object_collectives import all_gather_object, raise_together
 
 Spec: TypeAlias = str | Path | Sequence[str | Path]
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -71,15 +71,15 @@ def expand_braces(pattern: str, *, what: str = "expand_braces") -> Iterator[str]
     yield pattern
 
 
-def check_alike(paths: Sequence[Path], *, source: Spec, what: str) -> None:
+def check_same_files(paths: Sequence[Path], *, source: Spec, what: str) -> None:
     """Every rank must have the same files, or its rows would not be those of the others. For all ranks together.
 
     Raises: ValueError that says which ranks see others than rank 0, by name or size.
     """
-    with together(what):
+    with raise_together(what):
         text = "\n".join(f"{path.name} {path.stat().st_size}" for path in paths)
     mine = [len(paths), hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()]
-    heard = hear(mine)
+    heard = all_gather_object(mine)
     if any(other != heard[0] for other in heard):
         different = [rank for rank, other in enumerate(heard) if other != heard[0]]
         counts = ", ".join(str(count) for count, _ in heard)

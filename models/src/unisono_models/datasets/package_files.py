@@ -19,7 +19,7 @@ def package_folder(module: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def locate(name: str) -> str:
+def locate_package(name: str) -> str:
     """The folder behind package:NAME; any other name as it is. The package is found, not imported."""
     if not name.startswith("package:"):
         return name
@@ -30,11 +30,11 @@ def locate(name: str) -> str:
     return str(folder)
 
 
-def text_folder(name: str) -> str:
+def find_transformers_folder(name: str) -> str:
     """What transformers loads for `name`: the folder in a package that has a config.json and weights, or the name itself."""
     if not name.startswith("package:"):
         return name
-    for config in sorted(Path(locate(name)).rglob("config.json")):
+    for config in sorted(Path(locate_package(name)).rglob("config.json")):
         if any(config.parent.glob("*.safetensors")) or any(config.parent.glob("pytorch_model.bin")):
             return str(config.parent)
     raise FileNotFoundError(f"{name}: no folder with a config.json and weights in the package")

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from unisono_models.training.distributed.object_collectives import Json, hear
+from unisono_models.training.distributed.object_collectives import Json, all_gather_object
 
 _EXAMPLES = 3  # of each reason
 
 
 @dataclass(frozen=True)
-class Skip:
+class SkippedSample:
     """A sample that was asked for and left out."""
 
     index: int
@@ -30,17 +30,17 @@ class ReadBatch(Protocol):
     def __len__(self) -> int: ...
 
     @property
-    def skipped(self) -> Sequence[Skip]: ...
+    def skipped(self) -> Sequence[SkippedSample]: ...
 
 
-class Skipped:
+class SkipReport:
     """Counts the samples that a rank has read, and those that were skipped. All but `add` is for all ranks together.
 
     `before`: the `summary()` of an earlier part of the run, from its checkpoint. `what`, `place`: what samples are called, and
-    what `Skip.index` counts.
+    what `SkippedSample.index` counts.
 
     Example:
-        skipped = Skipped()
+        skipped = SkipReport()
         skipped.add(batch)
         skipped.check(0.01)
         skipped.report()  ->  1 of 2,048 pairs skipped. empty caption: 1, such as 00003.tar/31.jpg (row 31)
@@ -57,7 +57,7 @@ class Skipped:
         """Count what this rank has read."""
         self.count(len(batch) + len(batch.skipped), batch.skipped)
 
-    def count(self, read: int, skipped: Sequence[Skip]) -> None:
+    def count(self, read: int, skipped: Sequence[SkippedSample]) -> None:
         """Count `read` samples, with those of them that were skipped."""
         self._read += read
         for skip in skipped:
@@ -69,7 +69,7 @@ class Skipped:
     def summary(self) -> dict[str, Json]:
         """Over all ranks: `read`, how many; `reasons`, how many were skipped for each; `examples` of each."""
         mine = {"read": self._read, "reasons": self._reasons, "examples": self._examples}
-        parts = [self._before, *hear(mine)]
+        parts = [self._before, *all_gather_object(mine)]
         reasons: Counter[str] = Counter()
         examples: dict[str, list[Json]] = {}
         for part in parts:
@@ -90,7 +90,7 @@ class Skipped:
         Raises: ValueError with the report.
         """
         if not 0 <= threshold <= 1:
-            raise ValueError(f"Skipped.check: threshold={threshold} must be a fraction between 0 and 1")
+            raise ValueError(f"SkipReport.check: threshold={threshold} must be a fraction between 0 and 1")
         summary = self.summary()
         if sum(summary["reasons"].values()) > threshold * max(summary["read"], at_least):
             raise ValueError(
@@ -106,7 +106,7 @@ class Skipped:
         total = sum(summary["reasons"].values())
         parts = [f"{total:,} of {summary['read']:,} {self._what} skipped."]
         for reason, count in summary["reasons"].items():
-            shown = [Skip(index, name, reason, error) for index, name, error in summary["examples"].get(reason, [])]
+            shown = [SkippedSample(index, name, reason, error) for index, name, error in summary["examples"].get(reason, [])]
             texts = [f"{s.name} ({self._place} {s.index})" + (f": {s.error}" if s.error else "") for s in shown]
             parts.append(f"{reason}: {count:,}, such as " + "; ".join(texts))
         return "\n  ".join(parts) if len(parts) > 2 else " ".join(parts)

@@ -9,18 +9,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from unisono_models.training.randomness import generator
+from unisono_models.training.randomness import make_generator
 
 
 @dataclass(frozen=True, eq=False)
-class SampleOrder:
+class StepSampler:
     """Epochs of `samples` samples in random order, cut into batches. The last batch of an epoch is shorter, not dropped.
 
     `weights`: how often each sample comes in an epoch, relative to the others; None: once each. An epoch then has about as
     many samples as they add up to, and whole batches only.
 
     Example:
-        >>> order = SampleOrder(samples=10, batch=4, seed=0)
+        >>> order = StepSampler(samples=10, batch=4, seed=0)
         >>> [len(order.at(step)) for step in range(4)]
         [4, 4, 2, 4]
         >>> sorted(torch.cat([order.at(step) for step in range(3)]).tolist()) == list(range(10))
@@ -34,9 +34,9 @@ class SampleOrder:
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.batch < 1:
-            raise ValueError(f"SampleOrder: samples={self.samples} and batch={self.batch}: both must be at least 1")
+            raise ValueError(f"StepSampler: samples={self.samples} and batch={self.batch}: both must be at least 1")
         if self.weights is not None and (len(self.weights) != self.samples or min(self.weights) < 0 or max(self.weights) > 1):
-            raise ValueError(f"SampleOrder: weights: expected {self.samples} numbers from 0 to 1, got {len(self.weights)}")
+            raise ValueError(f"StepSampler: weights: expected {self.samples} numbers from 0 to 1, got {len(self.weights)}")
 
     def epoch_of(self, step: int) -> int:
         return self._place(step)[0]
@@ -62,8 +62,8 @@ class SampleOrder:
 
 
 @lru_cache(maxsize=2)
-def _epoch(order: SampleOrder, epoch: int) -> Tensor:
-    random = generator(order.seed, "order", epoch)
+def _epoch(order: StepSampler, epoch: int) -> Tensor:
+    random = make_generator(order.seed, "order", epoch)
     shuffled = torch.randperm(order.samples, generator=random)
     if order.weights is None:
         return shuffled

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.datasets.emoji.concepts import Concept, Drawing, list_captions, list_emoji
-from unisono_models.datasets.emoji.images import load_drawings
+from unisono_models.datasets.emoji.concepts import Concept, EmojiImage, list_captions, list_emoji
+from unisono_models.datasets.emoji.images import load_emoji_images
 
 Words = Literal["names", "names and aliases"]
 
@@ -40,7 +40,7 @@ class EmojiPairs:
         numbers = torch.tensor([number for number, _ in rows], dtype=torch.int64)
         drawings = list_emoji()[1]
         concepts = torch.tensor([drawings[number].concept for number, _ in rows], dtype=torch.int64)
-        pixels = load_drawings(size, cache=self.cache)
+        pixels = load_emoji_images(size, cache=self.cache)
         return PairBatch(images=pixels[numbers], captions=[text for _, text in rows], concepts=concepts, index=numbers)
 
     def captions(self, indices: Sequence[int]) -> list[str]:
@@ -58,11 +58,11 @@ class EmojiPairs:
         concepts, drawings = list_emoji()
         return concepts[drawings[self.rows[row][0]].concept]
 
-    def drawing(self, row: int) -> Drawing:
+    def drawing(self, row: int) -> EmojiImage:
         """Who drew it."""
         return list_emoji()[1][self.rows[row][0]]
 
-    def where(self, keep: Callable[[Concept, Drawing], bool]) -> EmojiPairs:
+    def where(self, keep: Callable[[Concept, EmojiImage], bool]) -> EmojiPairs:
         """The rows that `keep` says yes to.
 
         Example:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from unisono_models.clip.data.emoji import EmojiPairs, Words, emoji_pairs
-from unisono_models.datasets.emoji.concepts import VENDORS, Concept, Drawing, Vendor, list_emoji
+from unisono_models.datasets.emoji.concepts import VENDORS, Concept, EmojiImage, Vendor, list_emoji
 
 HeldOut = Literal["vendor", "drawing"]
 
@@ -53,12 +53,12 @@ def emoji_splits(
     complete, drawn_by_noto = {c for c, count in _counts().items() if count == len(VENDORS)}, _ids("noto")
     names = emoji_pairs(cache=cache)
 
-    def is_trained(concept: Concept, drawing: Drawing) -> bool:
+    def is_trained(concept: Concept, drawing: EmojiImage) -> bool:
         if is_unseen(concept) or (held_out == "vendor" and drawing.vendor == "openmoji"):
             return False
         return held_out == "vendor" or concept.id not in complete or drawing.vendor != hidden(concept)
 
-    def is_tested(concept: Concept, _: Drawing) -> bool:
+    def is_tested(concept: Concept, _: EmojiImage) -> bool:
         return concept.id in complete and not concept.toned and not is_unseen(concept)
 
     known = names.where(is_tested)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from unisono_models.datasets.skip_report import Skip
+from unisono_models.datasets.skip_report import SkippedSample
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +26,7 @@ class PairBatch:
     """int64, (n,): pairs with the same number show the same thing, and are no negatives of each other."""
     index: Tensor
     """int64, (n,): the place in the whole data set, which randomness goes by."""
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
     """Those left out. They travel with the batch, so that they are counted whichever process has read it."""
 
     def __len__(self) -> int:

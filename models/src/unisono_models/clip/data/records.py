@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from unisono_models.clip.data.images import BrokenImageError, decode_image
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.datasets.skip_report import Skip
+from unisono_models.datasets.skip_report import SkippedSample
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Record:
     concept: int
 
 
-def make_batch(rows: Iterable[Record | Skip], size: int, *, name_of: Callable[[int], str]) -> PairBatch:
+def make_batch(rows: Iterable[Record | SkippedSample], size: int, *, name_of: Callable[[int], str]) -> PairBatch:
     """The rows that have a caption and a picture that decodes, in their order; the others in `skipped`, by name."""
     images, captions, concepts, index, skipped = [], [], [], [], []
     for row in rows:
-        if isinstance(row, Skip):
+        if isinstance(row, SkippedSample):
             skipped.append(row)
         elif not row.caption:
             skipped.append(skip(row.index, name_of(row.index), "empty caption"))
@@ -53,9 +53,9 @@ def make_batch(rows: Iterable[Record | Skip], size: int, *, name_of: Callable[[i
     )
 
 
-def skip(index: int, name: str, reason: str, error: object = "") -> Skip:
+def skip(index: int, name: str, reason: str, error: object = "") -> SkippedSample:
     """A Skip whose texts are fit for a terminal and a log, whatever the data put into them."""
-    return Skip(int(index), printable(name), reason, printable(error))
+    return SkippedSample(int(index), printable(name), reason, printable(error))
 
 
 def printable(text: object, length: int = 160) -> str:

@@ -13,8 +13,8 @@ from unisono_models.clip.data.parquet import ParquetPairs
 from unisono_models.clip.data.tables import TablePairs
 from unisono_models.clip.data.tars import open_tars
 from unisono_models.datasets import file_patterns
-from unisono_models.datasets.file_patterns import Spec, check_alike, expand_braces
-from unisono_models.training.distributed.object_collectives import together
+from unisono_models.datasets.file_patterns import Spec, check_same_files, expand_braces
+from unisono_models.training.distributed.object_collectives import raise_together
 
 __all__ = ["Spec", "expand_braces", "find_files", "open_pairs"]
 
@@ -47,15 +47,15 @@ def open_pairs(
         pairs = open_pairs("/data/cc3m/{00000..00331}.tar")
         train, held_out = split_pairs(pairs, 0.01, seed=0)
     """
-    with together("open_pairs"):
+    with raise_together("open_pairs"):
         kind, paths = find_files(source)
-    check_alike(paths, source=source, what="open_pairs")
+    check_same_files(paths, source=source, what="open_pairs")
     pairs: CaptionedPairs
     if kind == "tar":
         pairs = open_tars(paths, caption=caption, concept=concept, cache=cache)
     else:
         reader = ParquetPairs if kind == "parquet" else TablePairs
-        with together("open_pairs"):
+        with raise_together("open_pairs"):
             pairs = reader(paths, image=image, caption=caption, concept=concept, root=root)
     if pairs.notes and resolve(None).rank == 0:
         more = f"\n  and {len(pairs.notes) - 5} more" if len(pairs.notes) > 5 else ""

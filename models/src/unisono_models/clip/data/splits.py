@@ -13,8 +13,8 @@ from unisono.collectives import all_gather
 from unisono.collectives.groups import resolve
 from unisono_models.clip.data.pairs import CaptionedPairs, PairBatch
 from unisono_models.clip.data.records import check_indices
+from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.randomness import uniform
-from unisono_models.training.distributed.object_collectives import together
 
 _CHUNK = 1 << 16  # rows whose captions are in memory at a time
 
@@ -62,7 +62,7 @@ def split_pairs(pairs: CaptionedPairs, fraction: float, seed: int) -> tuple[Some
     ranks = resolve(None)
     first, last = (len(pairs) * r // ranks.size for r in (ranks.rank, ranks.rank + 1))
     held = torch.empty(last - first, dtype=torch.uint8)
-    with together("split_pairs: reading the captions"):
+    with raise_together("split_pairs: reading the captions"):
         for start in range(first, last, _CHUNK):
             stop = min(start + _CHUNK, last)
             concepts = torch.from_numpy(pairs.concepts(range(start, stop)))

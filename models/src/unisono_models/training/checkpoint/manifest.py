@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from unisono_models.training.checkpoint.atomic_file import digest_file, explained, replace_file, sync_directory
+from unisono_models.training.checkpoint.atomic_file import atomic_write, explain_os_errors, hash_file, sync_directory
 
 COMMIT = "COMMIT"
 FORMAT = 1
@@ -29,7 +29,7 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a plain name: no folder, no
 
 
 @dataclass(frozen=True)
-class Commit:
+class Manifest:
     """What a COMMIT says. `files`: [size, sha256] of every other file, by name."""
 
     step: int
@@ -50,18 +50,18 @@ def list_steps(directory: Path) -> list[Path]:
     return [path for match, path in sorted(found, key=lambda pair: (-int(pair[0][1]), pair[0][2] or ""))]
 
 
-def write_commit(path: Path, commit: Commit) -> None:
+def write_manifest(path: Path, commit: Manifest) -> None:
     """Make `path` a checkpoint, at once and for good, if its files are there as `commit` says."""
     for name, (size, _) in commit.files.items():
         if not (path / name).is_file() or (path / name).stat().st_size != size:
             raise OSError(f"{path / name} is not what its rank wrote: is {path.parent} one directory, shared by all hosts?")
-    with explained(path):
+    with explain_os_errors(path):
         sync_directory(path)
     body = {"format": FORMAT, **asdict(commit)}
-    replace_file(path / COMMIT, json.dumps({**body, "sha256": _seal(body)}, indent=1).encode())
+    atomic_write(path / COMMIT, json.dumps({**body, "sha256": _seal(body)}, indent=1).encode())
 
 
-def read_commit(path: Path) -> Commit:
+def read_manifest(path: Path) -> Manifest:
     """The COMMIT of directory `path`.
 
     Raises: ValueError that says why it does not count: unfinished, damaged, of another format, or not safe to follow.
@@ -69,7 +69,7 @@ def read_commit(path: Path) -> Commit:
     if path.is_symlink():
         raise ValueError("it is a symbolic link")
     try:
-        digest_file(path / COMMIT)  # a plain file, no link
+        hash_file(path / COMMIT)  # a plain file, no link
         body = json.loads((path / COMMIT).read_bytes())
         seal = body.pop("sha256")
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def read_commit(path: Path) -> Commit:
     if body.pop("format", None) != FORMAT:
         raise ValueError(f"COMMIT is not of format {FORMAT}, the one this version reads")
     try:
-        commit = Commit(**body)
+        commit = Manifest(**body)
         unsafe = [name for name, (size, digest) in commit.files.items() if not _FILE.fullmatch(name) or name == COMMIT]
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"COMMIT has other fields than it should: {error}") from error
@@ -98,7 +98,7 @@ def find_damage(path: Path, files: Mapping[str, list[Any]], names: Iterable[str]
     damage = []
     for name in names:
         try:
-            found = list(digest_file(path / name))
+            found = list(hash_file(path / name))
         except OSError as error:
             damage.append(f"{name}: {error.strerror or error}")
             continue
@@ -111,7 +111,7 @@ def find_damage(path: Path, files: Mapping[str, list[Any]], names: Iterable[str]
 
 def begin(path: Path) -> None:
     """An empty directory `path`. What a crash left there goes; a committed one is set aside until the new one is committed."""
-    with explained(path):
+    with explain_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if _claims(path) and (is_committed(path) or not _aside(path).exists()):
             _remove(_aside(path))
@@ -135,10 +135,10 @@ def prune(directory: Path, *, newest: Path, keep: int, best: Literal["max", "min
     kept, and go once they are older than what is.
     """
     _remove(_aside(newest))
-    commits: dict[Path, Commit] = {}
+    commits: dict[Path, Manifest] = {}
     for path in list_steps(directory):
         try:
-            commits[path] = read_commit(path)
+            commits[path] = read_manifest(path)
         except ValueError:  # of a COMMIT that cannot be read for the moment, too: that one stays
             if not path.is_symlink() and not _claims(path):
                 _remove(path)
@@ -157,7 +157,7 @@ def prune(directory: Path, *, newest: Path, keep: int, best: Literal["max", "min
 
 def is_committed(path: Path) -> bool:
     try:
-        read_commit(path)
+        read_manifest(path)
     except ValueError:
         return False
     return True

@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from unisono_models.training.checkpoint.tensor_index import TensorEntry
 from unisono_models.training.distributed.object_collectives import Json
-from unisono_models.training.checkpoint.tensor_index import Entry
 
 Optimizers: TypeAlias = Optimizer | Mapping[str, Optimizer]
 Extra: TypeAlias = Mapping[str, Tensor | nn.Module]
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of activation checkpointing
 
 
-def collect(model: nn.Module, optimizers: Optimizers, extra: Extra) -> tuple[dict[str, Tensor], Json]:
+def collect_state(model: nn.Module, optimizers: Optimizers, extra: Extra) -> tuple[dict[str, Tensor], Json]:
     """The tensors themselves, not copies, and the rest as JSON."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {"model": {}, "optimizers": {}}
@@ -60,7 +60,7 @@ def collect(model: nn.Module, optimizers: Optimizers, extra: Extra) -> tuple[dic
     return tensors, values
 
 
-class Targets:
+class LoadTargets:
     """Where a checkpoint goes: `tensors`, to be filled by name, then `install()`.
 
     Raises: ValueError that names every entry that the checkpoint has and these objects have not, or the other way round, or
@@ -68,7 +68,7 @@ class Targets:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Optimizers, extra: Extra, index: Mapping[str, Entry], values: Json
+        self, model: nn.Module, optimizers: Optimizers, extra: Extra, index: Mapping[str, TensorEntry], values: Json
     ) -> None:
         self._model, self._optimizers, self._values = model, _named(optimizers), values
         self._states: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
@@ -110,7 +110,7 @@ class Targets:
                 for key, value in stored["values"].items():
                     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value  # JSON has lists only
 
-    def _add_optimizer(self, name: str, optimizer: Optimizer, stored: Json, index: Mapping[str, Entry]) -> None:
+    def _add_optimizer(self, name: str, optimizer: Optimizer, stored: Json, index: Mapping[str, TensorEntry]) -> None:
         names = parameter_names(self._model, name, optimizer)
         groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
         if stored["class"] != type(optimizer).__name__:
@@ -184,7 +184,7 @@ def _inner(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _room_for(entry: Entry, parameter: Tensor, *, on_cpu: bool) -> Tensor:
+def _room_for(entry: TensorEntry, parameter: Tensor, *, on_cpu: bool) -> Tensor:
     """An entry of an optimizer's state: sharded as its parameter is if it has its shape, else whole on every rank."""
     if entry.shape == tuple(parameter.shape) and not on_cpu:
         return torch.empty_like(parameter.detach(), dtype=entry.dtype)

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from unisono_models.training.checkpoint.atomic_file import check_space, explained, write_file
-from unisono_models.training.checkpoint.tensor_index import INDEX, Entry, Part, write_index
+from unisono_models.training.checkpoint.atomic_file import check_free_space, explain_os_errors, write_new_file
+from unisono_models.training.checkpoint.tensor_index import INDEX, TensorBlock, TensorEntry, encode_index
 
 _ALIGNMENT = 64
 _PIECE = 1 << 24  # bytes written and hashed at a time
@@ -56,13 +56,13 @@ class ShardWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0, once each block is left to one rank: what will be written is known to the byte."""
-        check_space(self._directory, sum(_size_of(item) + _ALIGNMENT for plan in plans for item in plan.items))
+        check_free_space(self._directory, sum(_size_of(item) + _ALIGNMENT for plan in plans for item in plan.items))
         return [dataclasses.replace(plan, storage_data=f"rank-{rank:05}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
         path = self._directory / plan.storage_data
-        with explained(path), open(path, "xb") as file:
+        with explain_os_errors(path), open(path, "xb") as file:
             digest, end = hashlib.sha256(), 0
             for item in plan.items:
                 data = _bytes_of(planner.resolve_data(item))
@@ -85,13 +85,13 @@ class ShardWriter(StorageWriter):
         places = {result.index: result.storage_data for rank in results for result in rank}
         index = {}
         for name, stored in metadata.state_dict_metadata.items():
-            assert isinstance(stored, TensorStorageMetadata)  # `collect` gives tensors only
+            assert isinstance(stored, TensorStorageMetadata)  # `collect_state` gives tensors only
             parts = []
             for chunk in stored.chunks:
                 file, begin = places[MetadataIndex(name, chunk.offsets)]
-                parts.append(Part(file, begin, tuple(chunk.offsets), tuple(chunk.sizes)))
-            index[name] = Entry(stored.properties.dtype, tuple(stored.size), tuple(parts))
-        self.written[INDEX] = write_file(self._directory / INDEX, write_index(index))
+                parts.append(TensorBlock(file, begin, tuple(chunk.offsets), tuple(chunk.sizes)))
+            index[name] = TensorEntry(stored.properties.dtype, tuple(stored.size), tuple(parts))
+        self.written[INDEX] = write_new_file(self._directory / INDEX, encode_index(index))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -108,7 +108,7 @@ class ShardWriter(StorageWriter):
 class ShardReader(StorageReader):
     """Reads what `index` describes from `directory`: of each block just the rows that this rank needs."""
 
-    def __init__(self, directory: Path, index: Mapping[str, Entry]) -> None:
+    def __init__(self, directory: Path, index: Mapping[str, TensorEntry]) -> None:
         self._directory = directory
         self._index = index
         self._places = {MetadataIndex(name, part.offsets): part for name, entry in index.items() for part in entry.parts}
@@ -153,11 +153,11 @@ class ShardReader(StorageReader):
         return True
 
 
-def _read_rows(path: Path, part: Part, dtype: torch.dtype, first: int, rows: int) -> Tensor:
+def _read_rows(path: Path, part: TensorBlock, dtype: torch.dtype, first: int, rows: int) -> Tensor:
     """Rows [first, first + rows) of a block. By read, not mmap: an error of the disk is then an exception, not a SIGBUS."""
     row = math.prod(part.sizes[1:]) * dtype.itemsize
     data = torch.empty(rows * row, dtype=torch.uint8, device="cpu")
-    with explained(path), open(path, "rb") as file:
+    with explain_os_errors(path), open(path, "rb") as file:
         file.seek(part.begin + first * row)
         if file.readinto(_bytes_of(data)) != len(data):
             raise OSError(errno.EIO, f"the file ends within {part}: it changed while it was read")

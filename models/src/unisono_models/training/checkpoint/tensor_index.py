@@ -13,7 +13,7 @@ import torch
 INDEX = "tensors.json"
 
 
-class Part(NamedTuple):
+class TensorBlock(NamedTuple):
     """A block of a tensor: where it is on disk, and which block it is."""
 
     file: str
@@ -22,15 +22,15 @@ class Part(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorBlock, ...]
 
 
-def write_index(entries: Mapping[str, Entry]) -> bytes:
+def encode_index(entries: Mapping[str, TensorEntry]) -> bytes:
     """The JSON text of an index."""
     table = {
         name: {"dtype": str(entry.dtype).removeprefix("torch."), "shape": entry.shape, "parts": entry.parts}
@@ -39,7 +39,7 @@ def write_index(entries: Mapping[str, Entry]) -> bytes:
     return json.dumps(table).encode()
 
 
-def read_index(directory: Path, sizes: Mapping[str, int]) -> dict[str, Entry]:
+def read_index(directory: Path, sizes: Mapping[str, int]) -> dict[str, TensorEntry]:
     """The index in `directory`, checked: every block lies within one of the files of `sizes` (bytes, by name).
 
     Raises: ValueError that names the tensor and what is wrong with it.
@@ -56,14 +56,14 @@ def read_index(directory: Path, sizes: Mapping[str, int]) -> dict[str, Entry]:
     return index
 
 
-def _read_entry(value: Mapping[str, object], sizes: Mapping[str, int]) -> Entry:
+def _read_entry(value: Mapping[str, object], sizes: Mapping[str, int]) -> TensorEntry:
     dtype = getattr(torch, str(value["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{value['dtype']!r} is no dtype")
     shape = _whole(value["shape"])
     parts = []
     for file, begin, offsets, extent in value["parts"]:  # type: ignore[attr-defined]  # what it is not, the caller reports
-        part = Part(file, _whole([begin])[0], _whole(offsets), _whole(extent))
+        part = TensorBlock(file, _whole([begin])[0], _whole(offsets), _whole(extent))
         end = part.begin + math.prod(part.sizes) * dtype.itemsize
         if file not in sizes or end > sizes[file]:
             raise ValueError(f"bytes {part.begin} to {end} of {file!r}, which has {sizes.get(file, 0)}")
@@ -75,7 +75,7 @@ def _read_entry(value: Mapping[str, object], sizes: Mapping[str, int]) -> Entry:
     covered = sum(math.prod(part.sizes) for part in parts)
     if covered != math.prod(shape):
         raise ValueError(f"blocks hold {covered} of {math.prod(shape)} elements")
-    return Entry(dtype, shape, tuple(parts))
+    return TensorEntry(dtype, shape, tuple(parts))
 
 
 def _whole(values: object) -> tuple[int, ...]:

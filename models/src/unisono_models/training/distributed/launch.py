@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
-from unisono_models.training.distributed.rendezvous import meet
+from unisono_models.training.distributed.rendezvous import wait_for_ranks
 
 _START = 300.0  # seconds at least for all ranks to come: a cold file system keeps some of them
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -82,7 +82,7 @@ def _start_group(rank: int, size: int, device: torch.device, timeout: float) -> 
     backends = {"cpu": "gloo"} | ({} if device.type == "cpu" else {device.type: dist.get_default_backend_for_device(device)})
     dist.init_process_group(
         ",".join(f"{kind}:{backend}" for kind, backend in backends.items()),
-        store=meet(store, rank=rank, size=size, timeout=patience),
+        store=wait_for_ranks(store, rank=rank, size=size, timeout=patience),
         rank=rank,
         world_size=size,
         timeout=limit,

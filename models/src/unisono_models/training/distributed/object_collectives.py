@@ -19,11 +19,11 @@ class RanksError(RuntimeError):
     """What went wrong on one or more ranks, raised on every rank."""
 
 
-def hear(value: Json, *, group: Group = None) -> list[Json]:
+def all_gather_object(value: Json, *, group: Group = None) -> list[Json]:
     """The value of every rank, on every rank, in rank order.
 
     Example:
-        >>> hear({"rows": 3})
+        >>> all_gather_object({"rows": 3})
         [{'rows': 3}]
     """
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -32,18 +32,18 @@ def hear(value: Json, *, group: Group = None) -> list[Json]:
     return [json.loads(bytes(part.tolist())) for part in parts]
 
 
-def tell(value: Json, *, group: Group = None) -> Json:
+def broadcast_object(value: Json, *, group: Group = None) -> Json:
     """Rank 0's value, on every rank. The others' are ignored.
 
     Example:
-        >>> tell("runs/clip-emoji")
+        >>> broadcast_object("runs/clip-emoji")
         'runs/clip-emoji'
     """
-    return hear(value if resolve(group).rank == 0 else None, group=group)[0]
+    return all_gather_object(value if resolve(group).rank == 0 else None, group=group)[0]
 
 
 @contextmanager
-def together(what: str, *, group: Group = None) -> Iterator[None]:
+def raise_together(what: str, *, group: Group = None) -> Iterator[None]:
     """What fails on one rank fails on all: after the block every rank hears of the others' errors, and all raise.
 
     For work that does not communicate, such as reading files: a rank that leaves early would let the others wait.
@@ -59,16 +59,16 @@ def together(what: str, *, group: Group = None) -> Iterator[None]:
         if error is not None:
             raise error
         return
-    heard = hear(None if error is None else f"{type(error).__name__}: {error}", group=group)
+    heard = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", group=group)
     if any(heard):
-        raise RanksError(f"{what}: {by_rank(dict(enumerate(heard)))}") from error
+        raise RanksError(f"{what}: {format_by_rank(dict(enumerate(heard)))}") from error
 
 
-def by_rank(texts: Mapping[int, str | None]) -> str:
+def format_by_rank(texts: Mapping[int, str | None]) -> str:
     """One line of what each rank has to say; ranks that say the same are named together.
 
     Example:
-        >>> by_rank({0: "disk full", 1: None, 2: "disk full"})
+        >>> format_by_rank({0: "disk full", 1: None, 2: "disk full"})
         'rank 0, 2: disk full'
     """
     ranks: dict[str, list[str]] = {}

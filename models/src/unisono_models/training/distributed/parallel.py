@@ -17,18 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono_models.training.config import ParallelConfig
-from unisono_models.training.randomness import remembered
 from unisono_models.training.distributed.launch import Ranks
-from unisono_models.training.distributed.object_collectives import hear
+from unisono_models.training.distributed.object_collectives import all_gather_object
+from unisono_models.training.randomness import recompute_with_same_dropout
 
 
 def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Module:
     """The model, changed in place and wrapped, ready for training on `ranks`. Call it before making the optimizer.
 
-    The model is on its device, of the dtype that `dtype_of` says, with the same weights on every rank. Without a process
+    The model is on its device, of the dtype that `parameter_dtype` says, with the same weights on every rank. Without a process
     group it stays one, but may be checkpointed and compiled all the same.
     """
-    blocks = list(repeated_blocks(model))
+    blocks = list(find_repeated_blocks(model))
     if config.compile:
         # Blocks of a class share the limit beyond which torch compiles no more. Each may need graphs of its own: for the
         # forward, the one that is computed again, and evaluation, of one row or of more.
@@ -36,7 +36,9 @@ def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Mo
         limits.recompile_limit = max(limits.recompile_limit, 8 * len(blocks))
         for block in blocks:
             block.compile(dynamic=True)
-    if config.checkpoint_activations:  # around what is compiled: inside, the compiler would have to know of `remembered`
+    if (
+        config.checkpoint_activations
+    ):  # around what is compiled: inside, the compiler would have to know of `recompute_with_same_dropout`
         _checkpoint(model, blocks)
     if not dist.is_initialized():
         return model
@@ -53,12 +55,12 @@ def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Mo
     return _shard(model, blocks, config, ranks)
 
 
-def dtype_of(config: ParallelConfig) -> torch.dtype:
+def parameter_dtype(config: ParallelConfig) -> torch.dtype:
     """Of the parameters."""
     return torch.float64 if config.precision == "float64" else torch.float32
 
 
-def precision_of(config: ParallelConfig, ranks: Ranks) -> AbstractContextManager[object]:
+def autocast_context(config: ParallelConfig, ranks: Ranks) -> AbstractContextManager[object]:
     """The context for forwards: autocast where the config asks for bfloat16."""
     if config.precision != "bfloat16":
         return nullcontext()
@@ -66,7 +68,7 @@ def precision_of(config: ParallelConfig, ranks: Ranks) -> AbstractContextManager
     return torch.autocast(ranks.device.type, torch.bfloat16, cache_enabled=config.kind == "ddp")
 
 
-def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
+def find_repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The layers a model is stacked from: what is sharded, checkpointed and compiled one by one.
 
     Known by their place: members of a ModuleList or Sequential of one class that is not torch's own; the innermost such.
@@ -84,7 +86,7 @@ def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 def _checkpoint(model: nn.Module, blocks: list[nn.Module]) -> None:
     chosen = {id(block) for block in blocks}
-    wrap = partial(checkpoint_wrapper, context_fn=remembered, preserve_rng_state=False)
+    wrap = partial(checkpoint_wrapper, context_fn=recompute_with_same_dropout, preserve_rng_state=False)
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: id(module) in chosen)
 
 
@@ -106,7 +108,7 @@ def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh:
         return init_device_mesh(kind, (ranks.size,))
     shard = config.shard
     if shard is None:
-        hosts = set(hear(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))))
+        hosts = set(all_gather_object(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))))
         if len(hosts) > 1:
             raise ValueError(f"parallel.shard: hosts have {sorted(hosts)} ranks, so none is that of one host: give a number")
         shard = hosts.pop()

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 _PAUSE = 0.01  # seconds between looks into the store
 
 
-def meet(store: Store, *, rank: int, size: int, timeout: float) -> Store:
+def wait_for_ranks(store: Store, *, rank: int, size: int, timeout: float) -> Store:
     """Wait for all ranks of this start; what comes back is a part of `store` that they alone use, on every rank the same.
 
     Rank 0 writes a new token. The others answer under it with one of their own, and go on when rank 0 repeats it: so a rank

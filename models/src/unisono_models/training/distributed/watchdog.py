@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
+import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Literal, TypeVar
+
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
-import faulthandler
-import signal
-import socket
-import sys
-import traceback
-from types import TracebackType
-from typing import Literal
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import RanksError
-
 
 T = TypeVar("T")
 _SHOWN = 8  # ranks that a message names one by one
@@ -32,7 +32,7 @@ _CALLERS = 16  # ranks that call the roll: of thousands that fail together, the 
 
 
 @dataclass(frozen=True)
-class Word:
+class RankStatus:
     """What a rank says of itself from time to time. `count` grows each time: so another rank sees that it lives."""
 
     host: str
@@ -45,7 +45,7 @@ class Word:
     error: str = ""
 
 
-class RollCall:
+class StatusBoard:
     """The words of all ranks. Nothing here waits for a rank. On a cut link a call may wait for the store for ever: `within`."""
 
     def __init__(self, rank: int, size: int, *, patience: float = 5.0) -> None:
@@ -54,11 +54,11 @@ class RollCall:
         self._store: Store = _get_default_store().clone()
         self._store.set_timeout(timedelta(seconds=patience))
 
-    def say(self, word: Word) -> None:
+    def say(self, word: RankStatus) -> None:
         """Write this rank's word in place of its last."""
         self._store.set(f"roll/{self.rank}", json.dumps(asdict(word)))
 
-    def hear(self) -> list[Word | None]:
+    def hear(self) -> list[RankStatus | None]:
         """The last word of every rank, None for one that never spoke."""
         keys = [f"roll/{rank}" for rank in range(self.size)]
         if self._store.check(keys):
@@ -100,7 +100,9 @@ class RollCall:
         return answers[0]
 
 
-def who_is_missing(before: Sequence[Word | None], after: Sequence[Word | None], *, rank: int, now: float) -> str:
+def describe_missing_ranks(
+    before: Sequence[RankStatus | None], after: Sequence[RankStatus | None], *, rank: int, now: float
+) -> str:
     """Lines that name the ranks that do not work, the likeliest cause first, seen from `rank`.
 
     `before`, `after`: the words of all ranks at two times, far enough apart for a living rank to speak in between.
@@ -135,23 +137,23 @@ def who_is_missing(before: Sequence[Word | None], after: Sequence[Word | None], 
     return "\n".join(lines) or "every other rank is alive and makes progress"
 
 
-def call_the_roll(roll: RollCall, *, pause: float) -> str:
+def find_missing_ranks(roll: StatusBoard, *, pause: float) -> str:
     """Who is missing, as lines; or that the store is out of reach. Takes `pause` seconds, in which a living rank speaks."""
     try:
         if roll.within(roll.turn) > _CALLERS:
             return "who is missing is told by the ranks that failed first: see their output"
         before = roll.within(roll.hear)
         time.sleep(pause)
-        return who_is_missing(before, roll.within(roll.hear), rank=roll.rank, now=time.time())
+        return describe_missing_ranks(before, roll.within(roll.hear), rank=roll.rank, now=time.time())
     except TimeoutError as error:
         return str(error)
 
 
-def _word(text: bytes) -> Word:
-    return Word(**json.loads(text))
+def _word(text: bytes) -> RankStatus:
+    return RankStatus(**json.loads(text))
 
 
-class Heartbeat:
+class Watchdog:
     """Watches that this rank makes progress, and tells who does not when another lets it down. A context manager.
 
     `beat(step)` costs next to nothing: threads of their own do the talking. After `timeout` seconds without a beat every
@@ -164,7 +166,7 @@ class Heartbeat:
     The time in which the process itself is stopped (Ctrl-Z) does not count. When torchrun is gone, the rank gets a SIGTERM.
 
     Example:
-        with start_ranks(timeout=60) as ranks, Heartbeat(ranks, timeout=60) as heartbeat:
+        with start_ranks(timeout=60) as ranks, Watchdog(ranks, timeout=60) as heartbeat:
             for step in range(steps):
                 ...
                 heartbeat.beat(step)
@@ -172,10 +174,10 @@ class Heartbeat:
 
     def __init__(self, ranks: Ranks, *, timeout: float = 300.0) -> None:
         if timeout <= 0:
-            raise ValueError(f"Heartbeat: timeout={timeout}: must be above 0 seconds")
+            raise ValueError(f"Watchdog: timeout={timeout}: must be above 0 seconds")
         self.timeout, self.interval = timeout, min(max(timeout / 20, 0.2), 2.0)
         self._ranks = ranks
-        self._roll = RollCall(ranks.rank, ranks.size) if ranks.size > 1 else None
+        self._roll = StatusBoard(ranks.rank, ranks.size) if ranks.size > 1 else None
         self._step, self._progress, self._words = 0, time.monotonic(), 0
         self._over, self._stalled, self._shown = threading.Event(), threading.Event(), float("-inf")
         self._watcher, self._saying = (
@@ -188,7 +190,7 @@ class Heartbeat:
         """Say that this rank has come to `step`; None, in the midst of long work that is no step: that it goes on."""
         self._step, self._progress = self._step if step is None else step, time.monotonic()
 
-    def __enter__(self) -> Heartbeat:
+    def __enter__(self) -> Watchdog:
         self.beat()
         if self._roll is not None:
             self._say(self._roll, "runs")  # now, so that a rank that dies in the first second has a name
@@ -209,18 +211,20 @@ class Heartbeat:
         summary = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         self._leave("failed", summary)
         if isinstance(error, RuntimeError) and not isinstance(error, RanksError):  # all that collectives raise is one
-            error.add_note(f"{self._who()}:\n{call_the_roll(self._roll, pause=2.5 * self.interval)}")
+            error.add_note(f"{self._who()}:\n{find_missing_ranks(self._roll, pause=2.5 * self.interval)}")
 
     def _who(self) -> str:
         idle = time.monotonic() - self._progress
         return f"rank {self._ranks.rank} on {socket.gethostname()} (pid {os.getpid()}), at step {self._step} for {idle:.1f} s"
 
-    def _say(self, roll: RollCall, state: Literal["runs", "ended", "failed"], error: str = "") -> None:
+    def _say(self, roll: StatusBoard, state: Literal["runs", "ended", "failed"], error: str = "") -> None:
         with self._saying:
             if state != "runs" or not self._over.is_set():  # the last word stays the last
                 self._words += 1
                 idle = time.monotonic() - self._progress
-                roll.say(Word(socket.gethostname(), os.getpid(), self._step, idle, time.time(), self._words, state, error))
+                roll.say(
+                    RankStatus(socket.gethostname(), os.getpid(), self._step, idle, time.time(), self._words, state, error)
+                )
 
     def _leave(self, state: Literal["ended", "failed"], error: str = "") -> None:
         roll = self._roll
@@ -228,7 +232,7 @@ class Heartbeat:
             with suppress(TimeoutError):  # a lost store is told by who asks it, and is no reason to fail
                 roll.within(lambda: self._say(roll, state, error))
 
-    def _talk(self, roll: RollCall, answered: str | None) -> None:
+    def _talk(self, roll: StatusBoard, answered: str | None) -> None:
         """Keep this rank's word fresh, and pass on the wish to see stacks. May hang for ever on a cut link."""
         asked = False
         while not self._over.wait(self.interval):
@@ -281,7 +285,7 @@ class Heartbeat:
             _print(f"{self._who()}: {reason}. Its stacks:", *stacks)
 
     def _give_up(self) -> None:
-        found = call_the_roll(self._roll, pause=2.5 * self.interval) if self._roll else "it is the only rank"
+        found = find_missing_ranks(self._roll, pause=2.5 * self.interval) if self._roll else "it is the only rank"
         if self._over.is_set():  # an exception has come meanwhile, and says more
             return
         try:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from unisono_models.training.run.log import read_metrics
-from unisono_models.training.run.run_directory import read_config, read_provenance
-from unisono_models.training.distributed.object_collectives import Json
-import json
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Annotated
-import tyro
-from unisono_models.training.run.run_directory import config_differences, read_config
 
+import tyro
+
+from unisono_models.training.distributed.object_collectives import Json
+from unisono_models.training.run.log import read_metrics
+from unisono_models.training.run.run_directory import config_differences, read_config, read_provenance
 
 Line = dict[str, Json]
 # How many of the first losses must agree, and how closely (relative), where rounding may differ: other ranks, other machine.
@@ -39,7 +39,7 @@ def compare_runs(old: Path, new: Path, *, steps: int | None = None) -> Verdict:
     before, after = _steady(old, steps), _steady(new, steps)
     if not any(kind == "train" for _, kind, _ in before):
         return Verdict(False, f"Nothing to compare: {old} has no steps in its metrics.jsonl")
-    unlike = circumstances(old, new)
+    unlike = environment_differences(old, new)
     missing = [key for key in before if key not in after and not _beyond(key, steps)]
     different = _first_difference(before, after)
     text = [f"Compared {sum(kind == 'train' for _, kind, _ in before)} steps of {old} with {new}."]
@@ -59,7 +59,7 @@ def compare_runs(old: Path, new: Path, *, steps: int | None = None) -> Verdict:
     return Verdict(good, "\n".join([*text, words]))
 
 
-def circumstances(old: Path, new: Path) -> list[str]:
+def environment_differences(old: Path, new: Path) -> list[str]:
     """In what the starts of two runs differ, so that their numbers may be rounded differently; empty if they should not."""
     starts = [read_provenance(path)["starts"] for path in (old, new)]
     if not all(starts):
@@ -100,7 +100,9 @@ def _within_rounding(
     before: dict[tuple[int, str, str], Line], after: dict[tuple[int, str, str], Line], count: int, limit: float
 ) -> tuple[bool, str]:
     trained = [(line, after[key]) for key, line in before.items() if key[1] == "train"]
-    gaps = [max([relative(line[name], other[name]) for name in _losses(line)], default=0.0) for line, other in trained]
+    gaps = [
+        max([relative_difference(line[name], other[name]) for name in _losses(line)], default=0.0) for line, other in trained
+    ]
     early, overall = max(gaps[:count]), max(gaps)
     good = early <= limit
     return good, (
@@ -110,12 +112,12 @@ def _within_rounding(
     )
 
 
-def relative(a: float, b: float) -> float:
+def relative_difference(a: float, b: float) -> float:
     """How far apart two numbers are, relative to the larger.
 
     Example:
-        >>> relative(1.0, 1.5), relative(float("nan"), float("nan")), relative(1.0, float("nan"))
-        (0.3333333333333333, 0.0, inf)
+        >>> relative_difference(1.0, 1.5), relative_difference(1.0, float("nan"))
+        (0.3333333333333333, inf)
     """
     if repr(a) == repr(b) or a == b:
         return 0.0
@@ -166,22 +168,25 @@ def _short(value: Json) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """Print the figures of finished runs as a table in Markdown."""
+    """Print the metrics of finished runs as a Markdown table.
+
+    Runs of one config that differ only in their seed share a column: the mean, and the distance of the furthest run from it.
+    """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Run directories."""
-    figures: tuple[str, ...] = ("*",)
-    """Which figures, as patterns of their names in summary.json, such as '*recall@1'."""
+    metrics: tuple[str, ...] = ("*",)
+    """The metrics to print, as patterns of their names in summary.json, such as '*recall@1'."""
     digits: int = 3
-    """Behind the point."""
+    """Digits after the decimal point."""
 
 
-def make_table(runs: Sequence[Path], figures: Sequence[str] = ("*",), *, digits: int = 3) -> str:
+def tabulate_runs(runs: Sequence[Path], metrics: Sequence[str] = ("*",), *, digits: int = 3) -> str:
     """The table. Raises: ValueError that names a run which is not finished."""
     groups: list[tuple[dict[str, object], list[dict[str, float]]]] = []
     for path in runs:
         if not (path / "summary.json").exists():
-            raise ValueError(f"table: {path}: not a finished run: there is no summary.json")
+            raise ValueError(f"compare: {path}: not a finished run: there is no summary.json")
         config, summary = read_config(path), json.loads((path / "summary.json").read_text())
         alike = (group for other, group in groups if _same_but_for_the_seed(other, config))
         group = next(alike, None)
@@ -189,8 +194,8 @@ def make_table(runs: Sequence[Path], figures: Sequence[str] = ("*",), *, digits:
             groups.append((config, [summary]))
         else:
             group.append(summary)
-    names = [name for name in groups[0][1][0] if any(fnmatch(name, pattern) for pattern in figures)] if groups else []
-    lines = ["| figure | " + " | ".join(_title(config, len(group)) for config, group in groups) + " |"]
+    names = [name for name in groups[0][1][0] if any(fnmatch(name, pattern) for pattern in metrics)] if groups else []
+    lines = ["| metric | " + " | ".join(_title(config, len(group)) for config, group in groups) + " |"]
     lines.append("|---|" + "---|" * len(groups))
     for name in names:
         cells = [_cell([summary.get(name) for summary in group], digits) for _, group in groups]
@@ -199,9 +204,9 @@ def make_table(runs: Sequence[Path], figures: Sequence[str] = ("*",), *, digits:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    options = tyro.cli(Options, prog="python -m unisono_models.training.run.compare", args=args)
+    options = tyro.cli(Options, prog="python -m unisono_models.training compare", args=args)
     try:
-        print(make_table(options.runs, options.figures, digits=options.digits))
+        print(tabulate_runs(options.runs, options.metrics, digits=options.digits))
     except ValueError as error:
         raise SystemExit(str(error)) from None
 
@@ -221,7 +226,3 @@ def _cell(values: Sequence[float | None], digits: int) -> str:
     mean = sum(known) / len(known)
     furthest = max(abs(value - mean) for value in known)
     return f"{mean:.{digits}f}" + (f" ± {furthest:.{digits}f}" if len(known) > 1 else "")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from unisono_models.training.checkpoint.atomic_file import replace_file
-from unisono_models.training.distributed.object_collectives import Json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, TextIO, TypeVar
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from unisono_models.training.checkpoint.atomic_file import atomic_write
+from unisono_models.training.distributed.object_collectives import Json, raise_together
 from unisono_models.training.run.run_directory import RunDirectory
-from unisono_models.training.distributed.object_collectives import together
 
 
 def read_metrics(path: Path) -> list[dict[str, Json]]:
@@ -50,7 +48,7 @@ class MetricsFile:
         kept = [line for line in read_metrics(path) if line["step"] < first_step] if path.exists() else []
         self.kept: Sequence[Mapping[str, Json]] = kept
         content = b"".join(_encoded(line) for line in kept)
-        replace_file(path, content)
+        atomic_write(path, content)
         self._file = path.open("r+b", buffering=0)
         self._size = len(content)
         self._waiting: list[bytes] = []
@@ -130,7 +128,7 @@ class Progress:
         if now - self._last >= max(SECONDS, (now - self._start) / 50) or part >= PART or self.done == self.steps:
             self._last, self._last_done = now, self.done
             each = (now - self._start) / max(self.done - self.first_step, 1)
-            left = as_time(each * (self.steps - self.done))
+            left = format_duration(each * (self.steps - self.done))
             self.say(f"step {self.done}/{self.steps}, {', '.join(parts)}, {left} left")
 
     def say(self, text: str) -> None:
@@ -145,11 +143,11 @@ class Progress:
             self._bar.close()
 
 
-def watched(items: Sequence[Item], what: str, *, aloud: bool = True, stream: TextIO | None = None) -> Iterator[Item]:
+def show_progress(items: Sequence[Item], what: str, *, aloud: bool = True, stream: TextIO | None = None) -> Iterator[Item]:
     """`items`, one after the other, while a bar or plain lines show how far it is. Nothing is shown unless `aloud`.
 
     Example:
-        pixels = [render(drawing) for drawing in watched(drawings, "drawings")]
+        pixels = [render_emoji(image) for image in show_progress(drawings, "drawings")]
     """
     stream = sys.stderr if stream is None else stream
     if not aloud or _has_room(stream):
@@ -163,7 +161,7 @@ def watched(items: Sequence[Item], what: str, *, aloud: bool = True, stream: Tex
         yield item
         now = time.monotonic()
         if now - last >= SECONDS and done < len(items):
-            last, left = now, as_time((now - start) / done * (len(items) - done))
+            last, left = now, format_duration((now - start) / done * (len(items) - done))
             print(f"{what}: {done:,}/{len(items):,}, {left} left", file=stream, flush=True)
 
 
@@ -177,10 +175,10 @@ def _has_room(stream: TextIO) -> bool:
         return True
 
 
-def as_time(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """
     Example:
-        >>> as_time(75), as_time(3 * 3600 + 62)
+        >>> format_duration(75), format_duration(3 * 3600 + 62)
         ('01:15', '3:01:02')
     """
     minutes, rest = divmod(round(seconds), 60)
@@ -220,7 +218,7 @@ class RunLog:
         self._file: MetricsFile | None = None
         self._board: Any = None
         self._failed = False
-        with together("RunLog"):
+        with raise_together("RunLog"):
             if ranks.first:
                 self._file = MetricsFile(run.path / "metrics.jsonl", first_step=first_step)
                 self._progress = Progress(steps=steps, first_step=first_step)
@@ -285,7 +283,7 @@ class RunLog:
                 self.flush()
             self._close()
             return
-        with together("RunLog"):
+        with raise_together("RunLog"):
             try:
                 self.flush()
                 if self._file is not None and self._failed:

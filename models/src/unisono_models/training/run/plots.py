@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from unisono_models.training.run.log import read_metrics
 from unisono_models.training.distributed.object_collectives import Json
+from unisono_models.training.run.log import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -158,9 +158,9 @@ def _fill(figure: Figure, panel: Panel, theme: Theme) -> None:
         axes.plot(
             steps, values, color=next(colours), linewidth=1.4, marker="o", markersize=5.5, markeredgecolor=edge, label=name
         )
-    axes.set_title(readable(panel.name), loc="left", fontsize=12, fontweight="bold", pad=10)
+    axes.set_title(readable_name(panel.name), loc="left", fontsize=12, fontweight="bold", pad=10)
     axes.set_xlabel("step")
-    axes.set_ylabel(readable(panel.name.rpartition("/")[2]))
+    axes.set_ylabel(readable_name(panel.name.rpartition("/")[2]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     axes.grid(axis="y", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -191,10 +191,10 @@ def _limit(axes: Any, curves: Sequence[float], marks: Sequence[float]) -> None:
         axes.set_ylim(bottom=0)
 
 
-def readable(name: str) -> str:
+def readable_name(name: str) -> str:
     """
     Example:
-        >>> readable("text_to_image/recall@1")
+        >>> readable_name("text_to_image/recall@1")
         'text to image: recall@1'
     """
     return name.replace("_", " ").replace("/", ": ")

@@ -14,7 +14,7 @@ from unisono.collectives import all_reduce
 _SAME_PRESS = 0.5  # seconds: one Ctrl-C may reach a rank twice, from the terminal and from its launcher
 
 
-class Stopping:
+class StopSignal:
     """Turns SIGTERM, and the first Ctrl-C, into a question that the training loop asks after each step. A context manager.
 
     A second Ctrl-C interrupts at once. Signals reach the ranks at different times or only some of them: so the ranks have
@@ -26,7 +26,7 @@ class Stopping:
     checkpoint have to fit into that time.
 
     Example:
-        with Stopping() as stopping:
+        with StopSignal() as stopping:
             for step in range(first, steps):
                 ...
                 if stopping.agreed():
@@ -36,7 +36,7 @@ class Stopping:
 
     def __init__(self, *, every: int = 1) -> None:
         if every < 1:
-            raise ValueError(f"Stopping: every={every}: must be at least 1")
+            raise ValueError(f"StopSignal: every={every}: must be at least 1")
         self._every = every
         self._asked = 0
         self._agreed = False
@@ -52,7 +52,7 @@ class Stopping:
             self._agreed = bool(all_reduce(torch.tensor([int(self.told is not None)])).item())
         return self._agreed
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> StopSignal:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._handle)
         return self

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import base64
-import math
-from collections.abc import Mapping, Sequence
-from html import escape
-from pathlib import Path
 import json
+import math
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from importlib import resources
-from unisono_models.training.config.serialization import read_json
-from unisono_models.training.checkpoint.atomic_file import replace_file
-from unisono_models.training.run.log import read_metrics
-from unisono_models.training.run.plots import draw_plots, readable, write_plots
-from unisono_models.training.run.run_directory import RunDirectory, read_config, read_provenance
-from unisono_models.training.distributed.object_collectives import Json, together
+from pathlib import Path
 
+from unisono_models.training.checkpoint.atomic_file import atomic_write
+from unisono_models.training.config.serialization import read_json
+from unisono_models.training.distributed.object_collectives import Json, raise_together
+from unisono_models.training.run.log import read_metrics
+from unisono_models.training.run.plots import draw_plots, readable_name, write_plots
+from unisono_models.training.run.run_directory import RunDirectory, read_config, read_provenance
 
 Row = Mapping[str, object]
 KINDS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif", ".svg": "svg+xml"}
 
 
-def table(rows: Sequence[Row]) -> str:
+def html_table(rows: Sequence[Row]) -> str:
     """A table of `rows`, whose columns are their keys in the order in which they first come. Numbers stand to the right."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     numeric = {name for name in columns if all(_is_number(row.get(name, 0)) for row in rows)}
@@ -36,34 +36,34 @@ def table(rows: Sequence[Row]) -> str:
     return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
-def pairs(values: Mapping[str, object], *, code: bool = False) -> str:
+def key_value_table(values: Mapping[str, object], *, code: bool = False) -> str:
     """A table of names and values. code: the values as they would be typed."""
     lines = []
     for name, value in values.items():
         kind = ' class="code"' if code else _class(_is_number(value))
-        lines.append(f"<tr><th>{escape(name)}</th><td{kind}>{escape(str(value) if code else number(value))}</td></tr>")
+        lines.append(f"<tr><th>{escape(name)}</th><td{kind}>{escape(str(value) if code else format_number(value))}</td></tr>")
     return f'<div class="scroll"><table><tbody>{"".join(lines)}</tbody></table></div>'
 
 
-def picture(path: Path, caption: str) -> str:
+def embed_image(path: Path, caption: str) -> str:
     """The picture file `path` itself, with a caption. Raises: ValueError if it is of no kind that pages can show."""
     if path.suffix.lower() not in KINDS:
         raise ValueError(f"write_report: picture {path} is none of {', '.join(KINDS)}")
-    link = data_link(path.read_bytes(), KINDS[path.suffix.lower()])
+    link = data_url(path.read_bytes(), KINDS[path.suffix.lower()])
     below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     return f'<figure><img src="{link}" alt="{escape(caption)}">{below}</figure>'
 
 
-def data_link(content: bytes, kind: str = "png") -> str:
+def data_url(content: bytes, kind: str = "png") -> str:
     """A link that carries the picture in itself."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def number(value: object) -> str:
+def format_number(value: object) -> str:
     """`value` as one reads it: four digits that matter.
 
     Example:
-        >>> number(0.20483), number(1633.0), number(12345.678), number(3e-9), number("a")
+        >>> format_number(0.20483), format_number(1633.0), format_number(12345.678), format_number(3e-9), format_number("a")
         ('0.2048', '1,633', '12,346', '3e-09', 'a')
     """
     if not isinstance(value, float) or not math.isfinite(value):
@@ -77,7 +77,7 @@ def number(value: object) -> str:
 
 def _aligned(values: Sequence[object]) -> list[str]:
     """A column: as many decimals in each as the longest has, if they are shares and the like. Empty cells stay empty."""
-    texts = [number(value) for value in values]
+    texts = [format_number(value) for value in values]
     given = [(value, text) for value, text in zip(values, texts, strict=True) if text]
     if all(isinstance(value, float) and abs(value) < 1000 and "e" not in text for value, text in given):
         decimals = max((len(text.partition(".")[2]) for _, text in given), default=0)
@@ -97,7 +97,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a pag
 
 
 @dataclass(frozen=True)
-class Picture:
+class ReportImage:
     """A picture file for the report, and what to say under it."""
 
     path: Path
@@ -109,7 +109,7 @@ def write_report(
     *,
     title: str,
     intro: str,
-    pictures: Sequence[Picture] = (),
+    pictures: Sequence[ReportImage] = (),
     tables: Mapping[str, Sequence[Row]] | None = None,
     notes: Sequence[str] = (),
     summary: Mapping[str, float] | None = None,
@@ -124,25 +124,28 @@ def write_report(
     Every rank calls this; rank 0 writes. Best before run.finish: a finished run then has its report.
 
     Example:
-        write_report(run, title="Emoji by their names", intro="…", pictures=[Picture(grid, "Typed words, and what was found")])
+        write_report(run, title="Emoji by their names", intro="…", pictures=[ReportImage(grid, "Search results")])
     """
     path = run.path / "report.html"
-    with together("write_report"):
+    with raise_together("write_report"):
         if run.first:
             lines = read_metrics(run.path)
             final = _final(run.path, lines) if summary is None else dict(summary)
             body = [
                 _header(title, intro, run.path),
                 _highlights(final, highlights),
-                _section("Samples", "".join(picture(p.path, p.caption) for p in pictures), "pictures"),
-                *(_section(heading, table(rows)) for heading, rows in (tables or {}).items() if rows),
+                _section("Samples", "".join(embed_image(p.path, p.caption) for p in pictures), "pictures"),
+                *(_section(heading, html_table(rows)) for heading, rows in (tables or {}).items() if rows),
                 _section("Curves", _curves(run, lines), "curves"),
-                _section("Final metrics", pairs({readable(name): value for name, value in final.items()}) if final else ""),
+                _section(
+                    "Final metrics",
+                    key_value_table({readable_name(name): value for name, value in final.items()}) if final else "",
+                ),
                 _reproduction(run.path),
                 _section("Notes", _notes(notes)),
                 "<footer>Written by unisono-models.</footer>",
             ]
-            replace_file(path, _page(title, "\n".join(part for part in body if part)))
+            atomic_write(path, _page(title, "\n".join(part for part in body if part)))
     return path
 
 
@@ -160,10 +163,10 @@ def _header(title: str, intro: str, path: Path) -> str:
     saved, starts = read_config(path), read_provenance(path)["starts"]
     facts = {"model": saved["model"], "recipe": saved["recipe"]}
     run = saved["config"].get("run", {})
-    facts |= {name: number(run[name]) for name in ("steps", "seed") if name in run}
+    facts |= {name: format_number(run[name]) for name in ("steps", "seed") if name in run}
     if starts:
         last = starts[-1]
-        facts |= {"ranks": number(last["world_size"]), "device": last["machine"]["device"]}
+        facts |= {"ranks": format_number(last["world_size"]), "device": last["machine"]["device"]}
         facts["started"] = starts[0]["time"][:16].replace("T", " ")
         if last["git"]:
             facts["commit"] = last["git"]["commit"][:10] + (" with changes" if last["git"]["dirty"] else "")
@@ -174,15 +177,17 @@ def _header(title: str, intro: str, path: Path) -> str:
 
 def _highlights(final: Mapping[str, float], chosen: Sequence[str]) -> str:
     names = [name for name in chosen if name in final] or list(final)[:4]
-    cards = [f"<div><dt>{escape(readable(name))}</dt><dd>{escape(number(final[name]))}</dd></div>" for name in names]
+    cards = [
+        f"<div><dt>{escape(readable_name(name))}</dt><dd>{escape(format_number(final[name]))}</dd></div>" for name in names
+    ]
     return f'<dl class="numbers">{"".join(cards)}</dl>' if cards else ""
 
 
 def _curves(run: RunDirectory, lines: Sequence[dict[str, Json]]) -> str:
     light, dark = write_plots(run.path, run.plots), draw_plots(lines, theme="dark")
     return "".join(
-        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{data_link(dark[name])}">'
-        f'<img src="{data_link(path.read_bytes())}" alt="{escape(readable(name))} over steps"></picture></figure>'
+        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{data_url(dark[name])}">'
+        f'<img src="{data_url(path.read_bytes())}" alt="{escape(readable_name(name))} over steps"></picture></figure>'
         for name, path in light.items()
     )
 
@@ -191,7 +196,7 @@ def _reproduction(path: Path) -> str:
     """The commands that run it again, its config and where it came from."""
     saved, starts = read_config(path), read_provenance(path)["starts"]
     folder = shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
-    again = f"python -m unisono_models.training.run.reproduce {folder}"
+    again = f"python -m unisono_models.training reproduce {folder}"
     parts = [
         "<p>Run it again and compare the numbers, which are bitwise the same on the same machine with as many ranks:</p>",
         f"<pre>{escape(again)}</pre>",
@@ -202,11 +207,11 @@ def _reproduction(path: Path) -> str:
         train = f"{runner} unisono_models.{saved['model']}.train --config {folder}/config.json --run.dir {folder}-again"
         parts += ["<p>Or only run it:</p>", f"<pre>{escape(train)}</pre>"]
     flat = {name: json.dumps(value, ensure_ascii=False) for name, value in _flat(saved["config"]).items()}
-    parts.append(f"<details><summary>Configuration</summary>{pairs(flat, code=True)}</details>")
+    parts.append(f"<details><summary>Configuration</summary>{key_value_table(flat, code=True)}</details>")
     for place, start in enumerate(starts, 1):
         heading = "Provenance" if len(starts) == 1 else f"Provenance of start {place} of {len(starts)}"
         shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in _flat(start).items()}
-        parts.append(f"<details><summary>{heading}</summary>{pairs(shown, code=True)}</details>")
+        parts.append(f"<details><summary>{heading}</summary>{key_value_table(shown, code=True)}</details>")
     return _section("How to reproduce", "".join(parts))
 
 

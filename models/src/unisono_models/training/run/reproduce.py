@@ -1,4 +1,4 @@
-"""Run a run again from its directory, and compare the numbers: python -m unisono_models.training.run.reproduce RUN_DIR"""
+"""Run a run again from its directory, and compare the numbers: python -m unisono_models.training reproduce RUN_DIR"""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from unisono_models.training.distributed.object_collectives import Json
 from unisono_models.training.run.compare import Verdict, compare_runs
 from unisono_models.training.run.log import read_metrics
 from unisono_models.training.run.provenance import VARIABLES
 from unisono_models.training.run.run_directory import read_config, read_provenance
-from unisono_models.training.distributed.object_collectives import Json
 
 PACKAGE = "unisono_models"
 
@@ -99,22 +101,24 @@ def _steps_taken(run_dir: Path) -> int:
     return max((line["step"] + 1 for line in lines if line["kind"] == "train"), default=0)
 
 
-def main(
-    run_dir: Annotated[Path, tyro.conf.Positional],
-    nproc: int | None = None,
-    steps: int | None = None,
-    dir: Path | None = None,
-) -> int:
-    """Run a run again and compare the numbers. Exit code 0: reproduced.
+@dataclass(frozen=True)
+class Options:
+    """Run a run again and compare the numbers. The exit code is 0 if it was reproduced."""
 
-    Args:
-        run_dir: The directory of the run.
-        nproc: Ranks. None: as many as the run had.
-        steps: Compare only so many of the first steps.
-        dir: A fresh directory for the new run. None: beside the old one.
-    """
+    run_dir: Annotated[Path, tyro.conf.Positional]
+    """The directory of the run."""
+    nproc: int | None = None
+    """The number of ranks. None takes as many as the run had."""
+    steps: int | None = None
+    """Compare only this many of the first steps."""
+    dir: Path | None = None
+    """An empty directory for the new run. None takes a new one beside the old one."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    options = tyro.cli(Options, prog="python -m unisono_models.training reproduce", args=args)
     try:
-        verdict = reproduce(run_dir, nproc=nproc, steps=steps, dir=dir)
+        verdict = reproduce(options.run_dir, nproc=options.nproc, steps=options.steps, dir=options.dir)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -123,7 +127,3 @@ def main(
         return 1
     print(verdict.text)
     return 0 if verdict.good else 1
-
-
-if __name__ == "__main__":
-    sys.exit(tyro.cli(main, prog="python -m unisono_models.training.run.reproduce"))

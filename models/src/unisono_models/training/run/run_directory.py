@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import IO
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Protocol
-from unisono_models.training.config import RunConfig
-from unisono_models.training.config.serialization import config_to_json, read_json
-from unisono_models.training.checkpoint.atomic_file import PART, replace_file
-from unisono_models.training.run.provenance import describe_start
-from unisono_models.training.distributed.object_collectives import Json, hear, tell, together
-from collections.abc import Sequence
-from typing import TypeVar
-from unisono_models.training.config.serialization import config_from_json
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Protocol, TypeVar
 
+from unisono_models.training.checkpoint.atomic_file import PART, atomic_write
+from unisono_models.training.config import RunConfig
+from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
+from unisono_models.training.distributed.object_collectives import Json, all_gather_object, broadcast_object, raise_together
+from unisono_models.training.run.provenance import describe_start
 
 WAIT = 10.0  # seconds: a run that was told to stop may be about to end
 
@@ -108,9 +104,9 @@ class RunDirectory:
 
     def finish(self, summary: Mapping[str, float]) -> None:
         """Keep `summary`, by which the run is finished: it will not be continued. To be called last, on every rank."""
-        with together("RunDirectory.finish"):
+        with raise_together("RunDirectory.finish"):
             if self.first:
-                replace_file(self.path / "summary.json", _pretty(dict(summary)))
+                atomic_write(self.path / "summary.json", _pretty(dict(summary)))
             if self.lock is not None:
                 self.lock.close()
 
@@ -129,21 +125,21 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
         run = open_run(config, model="clip", recipe="emoji", ranks=ranks)
         checkpoints = Checkpoints(run.checkpoints)
     """
-    hosts = hear(platform.node())
+    hosts = all_gather_object(platform.node())
     path, resumes, lock = Path(), False, None
-    with together("open_run"):
+    with raise_together("open_run"):
         if ranks.first:
             saved = {"model": model, "recipe": recipe, "config": config_to_json(config)}
             path, resumes, lock = _take(config.run.dir, saved)
             if not resumes:
                 saved["config"]["run"] |= {name: None for name in NOT_KEPT if name in saved["config"]["run"]}
-                replace_file(path / "config.json", _pretty(saved))
+                atomic_write(path / "config.json", _pretty(saved))
             for name in ("plots", "samples", "checkpoints", "export"):
                 (path / name).mkdir(exist_ok=True)
             starts = read_provenance(path)["starts"] if resumes else []
             starts.append(describe_start(world_size=ranks.size, hosts=hosts))
-            replace_file(path / "provenance.json", _pretty({"seed": config.run.seed, "starts": starts}))
-    path, resumes = tell([str(path), resumes])
+            atomic_write(path / "provenance.json", _pretty({"seed": config.run.seed, "starts": starts}))
+    path, resumes = broadcast_object([str(path), resumes])
     return RunDirectory(Path(path), resumes, ranks.first, lock)
 
 

@@ -11,11 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unisono_models.training.run import log as progress, log as run_log
-from unisono_models.training.run.log import MetricsFile, read_metrics
-from unisono_models.training.run.log import Progress
+from unisono_models.training.run import log as log_module
+from unisono_models.training.run.log import MetricsFile, Progress, RunLog, read_metrics
 from unisono_models.training.run.run_directory import RunDirectory
-from unisono_models.training.run.log import RunLog
 
 ALONE = SimpleNamespace(rank=0, size=1, first=True)
 LOSSES = torch.tensor([0.1, 1 / 3, math.pi, math.inf, math.nan, 1e-45, 7.0])
@@ -91,8 +89,8 @@ def test_lines_that_an_earlier_start_never_wrote_are_counted(tmp_path, capsys):
 
 def test_values_are_copied_and_read_back_together(tmp_path, monkeypatch):
     reads = []
-    read_back = run_log._read_back
-    monkeypatch.setattr(run_log, "_read_back", lambda rows: reads.append(len(rows)) or read_back(rows))
+    read_back = log_module._read_back
+    monkeypatch.setattr(log_module, "_read_back", lambda rows: reads.append(len(rows)) or read_back(rows))
     scale = torch.nn.Parameter(torch.zeros(1))
     with open_log(tmp_path, steps=10, log_every=4) as log:
         for step in range(10):
@@ -229,7 +227,7 @@ def test_terminal_without_room_gets_plain_lines():
 
 def test_plain_lines_come_at_parts_of_the_run_and_after_some_time(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(log_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     stream = io.StringIO()
     shown = Progress(steps=1000, stream=stream)
     for step in range(1000):
@@ -245,13 +243,13 @@ def test_plain_lines_come_at_parts_of_the_run_and_after_some_time(monkeypatch):
 
 def test_watched_shows_plain_lines_or_a_bar_or_nothing(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(log_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     plain, terminal, silent = io.StringIO(), Terminal(), io.StringIO()
-    for item in progress.watched(range(6), "drawings", stream=plain):
+    for item in log_module.show_progress(range(6), "drawings", stream=plain):
         clock.now += 4.0
         assert item == clock.now / 4 - 1
     assert plain.getvalue().splitlines() == ["drawings: 6 to do", "drawings: 3/6, 00:12 left"]
-    assert list(progress.watched("ab", "drawings", stream=terminal)) == ["a", "b"]
+    assert list(log_module.show_progress("ab", "drawings", stream=terminal)) == ["a", "b"]
     assert "drawings" in terminal.getvalue() and "2/2" in terminal.getvalue()
-    assert list(progress.watched("ab", "drawings", stream=silent, aloud=False)) == ["a", "b"]
+    assert list(log_module.show_progress("ab", "drawings", stream=silent, aloud=False)) == ["a", "b"]
     assert silent.getvalue() == ""

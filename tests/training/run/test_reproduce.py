@@ -9,13 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from unisono_models.training.run import reproduce as reproduction
-from unisono_models.training.run.compare import compare_runs, relative
 from unisono_models.training.config import ParallelConfig, RunConfig
-from unisono_models.training.run.log import read_metrics
+from unisono_models.training.run import reproduce as reproduction
+from unisono_models.training.run.compare import compare_runs, relative_difference
+from unisono_models.training.run.log import RunLog, read_metrics
 from unisono_models.training.run.reproduce import main, reproduce
 from unisono_models.training.run.run_directory import open_run, read_config, read_provenance
-from unisono_models.training.run.log import RunLog
 
 START = {
     "world_size": 2,
@@ -123,8 +122,8 @@ def test_tolerance_goes_with_the_precision(tmp_path, precision, error, good):
 
 
 def test_losses_that_are_not_finite_on_one_side_only_differ():
-    assert relative(float("inf"), float("inf")) == 0 and relative(float("nan"), 1.0) == float("inf")
-    assert relative(0.0, -0.0) == 0
+    assert relative_difference(float("inf"), float("inf")) == 0 and relative_difference(float("nan"), 1.0) == float("inf")
+    assert relative_difference(0.0, -0.0) == 0
 
 
 @pytest.mark.parametrize("model", ["os", "../clip", "clip.data", "training", "Clip", "", 3, "clip;ls"])
@@ -140,7 +139,7 @@ def test_models_that_are_not_ours_are_rejected_before_anything_runs(tmp_path, mo
 def test_rejects_what_is_no_run_and_directories_that_are_not_fresh(tmp_path, capsys):
     with pytest.raises(ValueError, match="is not a run directory"):
         reproduce(tmp_path)
-    assert main(tmp_path) == 1 and "is not a run directory" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 1 and "is not a run directory" in capsys.readouterr().err
     path = make_run(tmp_path / "a", [])
     with pytest.raises(ValueError, match="has taken no step"):
         reproduce(path)
@@ -195,7 +194,7 @@ def toy(tmp_path, monkeypatch):
     (folder / "__init__.py").touch()
     (folder / "train.py").write_text(TRAIN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
     yield train_toy(ToyConfig(RunConfig(steps=12, seed=5, dir=tmp_path / "run")), SimpleNamespace(rank=0, size=1, first=True))
     for name in [name for name in sys.modules if name.split(".")[0] == "toys"]:
         del sys.modules[name]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.launches import Launch, free_port, losses, torchrun
+from tests.training.torchrun import Launch, free_port, losses, torchrun
 
 STEPS = 12
 _numbers = itertools.count()

@@ -6,7 +6,7 @@ from unittest import mock
 
 
 @contextmanager
-def without_curves() -> Iterator[None]:
+def skip_plots() -> Iterator[None]:
     """For tests that look at numbers only. Some run in each file draws them."""
     with (
         mock.patch("unisono_models.training.run.report.write_plots", return_value={}),

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono_models.training.checkpoint.manager import Checkpoints
-from unisono_models.training.checkpoint.manifest import list_steps, read_commit
+from unisono_models.training.checkpoint.manifest import list_steps, read_manifest
 
 
 class Model(nn.Module):
@@ -240,7 +240,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, best, expected):
         for step, score in enumerate([0.5, 0.9, 0.1, float("nan"), None, 0.4], start=1):
             checkpoints.save(step, model, {}, {}, score=score)
     assert steps_in(tmp_path) == expected
-    assert read_commit(tmp_path / "step-00000006").score == 0.4
+    assert read_manifest(tmp_path / "step-00000006").score == 0.4
 
 
 def test_a_step_saved_again_replaces_the_first(tmp_path):

@@ -13,12 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unisono_models.training.run import preemption as stopping_module
-from unisono_models.training.distributed.watchdog import Heartbeat
-from unisono_models.training.distributed.rendezvous import meet
 from unisono_models.training.distributed.launch import Ranks, start_ranks
-from unisono_models.training.distributed.watchdog import RollCall, Word, who_is_missing
-from unisono_models.training.run.preemption import Stopping
+from unisono_models.training.distributed.rendezvous import wait_for_ranks
+from unisono_models.training.distributed.watchdog import RankStatus, StatusBoard, Watchdog, describe_missing_ranks
+from unisono_models.training.run import preemption
+from unisono_models.training.run.preemption import StopSignal
 
 ONE = Ranks(0, 1, 0, torch.device("cpu"))
 
@@ -53,7 +52,7 @@ def meet_all(store: dist.Store, size: int, delays: dict[int, float], come: list[
     def one(rank):
         time.sleep(delays.get(rank, 0.0))
         try:
-            part = meet(store, rank=rank, size=size, timeout=timeout)
+            part = wait_for_ranks(store, rank=rank, size=size, timeout=timeout)
             part.set(f"address/{rank}", f"{rank}")
             return part
         except TimeoutError as error:
@@ -90,11 +89,11 @@ def test_ranks_meet_after_a_start_that_came_to_nothing():
 
 # roll_call.py
 
-WORD = Word(host="node7", pid=47, step=17, idle=0.5, time=100.0, count=5)
+WORD = RankStatus(host="node7", pid=47, step=17, idle=0.5, time=100.0, count=5)
 
 
 def told(before, after, rank=0, now=110.0):
-    return who_is_missing([WORD, *before], [replace(WORD, count=9), *after], rank=rank, now=now)
+    return describe_missing_ranks([WORD, *before], [replace(WORD, count=9), *after], rank=rank, now=now)
 
 
 def test_a_silent_rank_is_named_with_its_last_step():
@@ -135,7 +134,7 @@ def test_a_message_names_a_few_of_many_ranks():
 
 
 def with_a_store_that_hangs():
-    roll = RollCall(dist.get_rank(), dist.get_world_size(), patience=0.2)
+    roll = StatusBoard(dist.get_rank(), dist.get_world_size(), patience=0.2)
     with pytest.raises(TimeoutError, match=r"the store at .* does not answer"):
         roll.within(threading.Event().wait)
 
@@ -148,8 +147,8 @@ def test_a_store_that_does_not_answer_is_named_in_time(ranks):
 
 
 def fail(step, error):
-    """The notes that the error has after a Heartbeat."""
-    with start_ranks() as ranks, suppress(type(error)), Heartbeat(ranks, timeout=4) as heartbeat:
+    """The notes that the error has after a Watchdog."""
+    with start_ranks() as ranks, suppress(type(error)), Watchdog(ranks, timeout=4) as heartbeat:
         heartbeat.beat(step)
         raise error
     return "\n".join(getattr(error, "__notes__", []))
@@ -182,15 +181,15 @@ def test_an_error_that_no_other_rank_can_have_caused_gets_no_note(ranks):
 
 def test_heartbeat_works_on_one_rank_without_a_group():
     before = threading.active_count()
-    with Heartbeat(ONE, timeout=5) as heartbeat:
+    with Watchdog(ONE, timeout=5) as heartbeat:
         heartbeat.beat(1)
         assert threading.active_count() == before + 1
-    with pytest.raises(ValueError, match=r"Heartbeat: timeout=0: must be above 0"):
-        Heartbeat(ONE, timeout=0)
+    with pytest.raises(ValueError, match=r"Watchdog: timeout=0: must be above 0"):
+        Watchdog(ONE, timeout=0)
 
 
 def test_a_rank_that_stands_still_shows_its_stacks_and_may_go_on(capfd):
-    with Heartbeat(ONE, timeout=0.4) as heartbeat:  # gives up only after 3 s more
+    with Watchdog(ONE, timeout=0.4) as heartbeat:  # gives up only after 3 s more
         for step in (7, 8):
             heartbeat.beat(step)
             printed = read_until("in read_until\n", capfd)
@@ -202,7 +201,7 @@ def test_a_rank_that_stands_still_shows_its_stacks_and_may_go_on(capfd):
 
 def with_a_stall_on_rank_1():
     printed = io.StringIO()
-    with start_ranks() as ranks, Heartbeat(ranks, timeout=1) as heartbeat, redirect_stderr(printed):
+    with start_ranks() as ranks, Watchdog(ranks, timeout=1) as heartbeat, redirect_stderr(printed):
         heartbeat.beat(4)
         deadline = time.monotonic() + 3  # before it gives up
         while ranks.rank != 1 and "Its stacks" not in printed.getvalue() and time.monotonic() < deadline:
@@ -232,7 +231,7 @@ def read_until(text, capfd):
 
 def with_a_signal_to_rank_1(every):
     answers = []
-    with Stopping(every=every) as stopping:
+    with StopSignal(every=every) as stopping:
         for step in range(8):
             if step == 2 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -250,12 +249,12 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(ranks, every):
 
 def test_the_second_interrupt_ends_at_once(monkeypatch):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with Stopping() as stopping:
+    with StopSignal() as stopping:
         assert not stopping.agreed()
         for _ in range(2):  # one press, which may come twice
             os.kill(os.getpid(), signal.SIGINT)
         assert stopping.agreed() and stopping.told == "SIGINT"
-        monkeypatch.setattr(stopping_module, "_SAME_PRESS", 0.0)
+        monkeypatch.setattr(preemption, "_SAME_PRESS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
@@ -264,7 +263,7 @@ def test_the_second_interrupt_ends_at_once(monkeypatch):
 def test_a_terminate_signal_does_not_end_a_rank_that_fails():
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(RuntimeError), Stopping():
+        with pytest.raises(RuntimeError), StopSignal():
             raise RuntimeError
         os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does, while the rank is yet to tell its error
     finally:
@@ -272,5 +271,5 @@ def test_a_terminate_signal_does_not_end_a_rank_that_fails():
 
 
 def test_stopping_rejects_an_interval_below_1():
-    with pytest.raises(ValueError, match="Stopping: every=0: must be at least 1"):
-        Stopping(every=0)
+    with pytest.raises(ValueError, match="StopSignal: every=0: must be at least 1"):
+        StopSignal(every=0)

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-SCRIPT = Path(__file__).with_name("small_run.py")
+SCRIPT = Path(__file__).with_name("fault_script.py")
 PATIENCE = 240.0  # seconds for anything: only a test that fails waits that long, and machines are slow at times
 
 
 class Launch:
-    """A command under way, with small_run.py as its program: `torchrun(...)` and `alone(...)` make one."""
+    """A command under way, with fault_script.py as its program: `torchrun(...)` and `alone(...)` make one."""
 
     def __init__(self, command: list[str], directory: Path, *, name: str = "output", env: dict[str, str] | None = None) -> None:
         (directory / "tmp").mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ class Launch:
 
 
 def torchrun(directory: Path, *arguments: str, options: list[str], **settings) -> Launch:
-    """`torchrun OPTIONS small_run.py --dir DIRECTORY ARGUMENTS`"""
+    """`torchrun OPTIONS fault_script.py --dir DIRECTORY ARGUMENTS`"""
     prefix = settings.pop("prefix", [])
     command = [
         *prefix,

@@ -1,6 +1,6 @@
-"""A small real run with all that survives faults, and the faults: what test_faults.py and test_two_hosts.py start by torchrun.
+"""A small real run, and the faults that the tests in distributed/ inject: test_faults.py and test_two_hosts.py start it.
 
-torchrun --standalone --nproc-per-node 2 tests/training/small_run.py --dir /tmp/run --fault kill:1:7
+torchrun --standalone --nproc-per-node 2 tests/training/fault_script.py --dir /tmp/run --fault kill:1:7
 """
 
 import argparse
@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.collectives import global_mean
-from unisono_models.training.checkpoint import manifest as commits
+from unisono_models.training.checkpoint import manifest
 from unisono_models.training.checkpoint.manager import Checkpoints
-from unisono_models.training.distributed.watchdog import Heartbeat
-from unisono_models.training.randomness import normal, uniform
 from unisono_models.training.distributed.launch import start_ranks
-from unisono_models.training.run.preemption import Stopping
+from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.randomness import normal, uniform
+from unisono_models.training.run.preemption import StopSignal
 
 SEED, BATCH, WIDTH = 3, 50, 32  # 50 samples: uneven over 3 ranks
 
@@ -33,8 +33,8 @@ def main() -> None:
         threading.Thread(target=time.sleep, args=(600,)).start()
     with (
         start_ranks(timeout=args.timeout) as ranks,
-        Stopping() as stopping,
-        Heartbeat(ranks, timeout=args.patience) as heartbeat,
+        StopSignal() as stopping,
+        Watchdog(ranks, timeout=args.patience) as heartbeat,
         Checkpoints(args.dir / "checkpoints", timeout=args.timeout) as checkpoints,
     ):
         torch.manual_seed(SEED)
@@ -100,14 +100,14 @@ def happen(kind: str) -> None:
     elif kind == "raise":
         raise ValueError("a fault of its own")
     elif kind == "commit":  # the next checkpoint has its data, and its COMMIT is not written yet
-        write = commits.replace_file
+        write = manifest.atomic_write
 
         def die_instead(path: Path, data: bytes) -> None:
-            if path.name == commits.COMMIT:
+            if path.name == manifest.COMMIT:
                 os.kill(os.getpid(), signal.SIGKILL)
             write(path, data)
 
-        commits.replace_file = die_instead
+        manifest.atomic_write = die_instead
     else:
         raise ValueError(f"--fault {kind}: no such kind")
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from unisono.collectives import count_bytes
 from unisono_models.training.config import ParallelConfig
-from unisono_models.training.randomness import SampleDropout, dropout_for, dropout_rows
-from unisono_models.training.distributed.parallel import dtype_of, parallelize, precision_of, repeated_blocks
 from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.parallel import autocast_context, find_repeated_blocks, parallelize, parameter_dtype
+from unisono_models.training.randomness import SampleDropout, dropout_keys, use_dropout_keys
 
 ONE = Ranks(0, 1, 0, torch.device("cpu"))
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 20}
@@ -35,7 +35,7 @@ def text_trunk(kind):
     return transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **SIZES))
 
 
-# repeated_blocks
+# find_repeated_blocks
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def text_trunk(kind):
 def test_blocks_are_the_layers_that_a_model_is_stacked_from(make, expected):
     with torch.device("meta"):
         model = make()
-    blocks = list(repeated_blocks(model))
+    blocks = list(find_repeated_blocks(model))
     kinds = [type(block).__name__ for block in blocks]
     assert {kind: kinds.count(kind) for kind in kinds} == expected
     inner = [id(parameter) for block in blocks for parameter in block.parameters()]
@@ -89,7 +89,7 @@ class Stack(nn.Module):
 def step(model: nn.Module, rows: int = 6) -> torch.Tensor:
     """Forward and backward. The backward comes when the samples of the forward are not known any more."""
     x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(1), dtype=next(model.parameters()).dtype)
-    with dropout_for(dropout_rows(0, 0, torch.arange(rows))):
+    with use_dropout_keys(dropout_keys(0, 0, torch.arange(rows))):
         loss = model(x).square().sum()
     loss.backward()
     return loss.detach()
@@ -195,7 +195,7 @@ def test_hybrid_rejects_numbers_that_do_not_divide_on_all_ranks(ranks, shard, lo
 
 
 def test_dtypes_of_parameters():
-    assert [dtype_of(ParallelConfig(precision=name)) for name in ("float32", "bfloat16", "float64")] == [
+    assert [parameter_dtype(ParallelConfig(precision=name)) for name in ("float32", "bfloat16", "float64")] == [
         torch.float32,
         torch.float32,
         torch.float64,
@@ -206,7 +206,7 @@ def test_dtypes_of_parameters():
 def test_precision_is_that_of_the_computation(kind):
     x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
     for precision, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("float64", torch.float32)):
-        with precision_of(ParallelConfig(kind=kind, precision=precision), ONE):
+        with autocast_context(ParallelConfig(kind=kind, precision=precision), ONE):
             assert (x @ weight).dtype == dtype
             assert torch.is_autocast_cache_enabled() or (kind != "ddp" and precision == "bfloat16")
     assert (x @ weight).dtype == torch.float32
@@ -220,7 +220,7 @@ def losses_of(kind, precision, micro_batch):
 
     with start_ranks() as ranks:
         config = ParallelConfig(kind=kind, precision=precision)
-        learner = small_learner(ObjectiveConfig(micro_batch=micro_batch)).to(dtype_of(config))
+        learner = small_learner(ObjectiveConfig(micro_batch=micro_batch)).to(parameter_dtype(config))
         whole = small_batch(learner, slice(0, 7))
         rows = torch.arange(7).tensor_split(ranks.size)[ranks.rank]
         batch = {k: v[rows] if isinstance(v, torch.Tensor) else v for k, v in whole.items()}
@@ -229,7 +229,7 @@ def losses_of(kind, precision, micro_batch):
         optimizer = torch.optim.AdamW(learner.parameters(), lr=0.01)
         losses = []
         for number in range(5):
-            with precision_of(config, ranks):
+            with autocast_context(config, ranks):
                 losses.append(backward(model, learner, batch | {"step": number})["loss"].item())
             assert {p.grad.dtype for p in learner.parameters()} == {torch.float32}
             optimizer.step()
@@ -334,7 +334,7 @@ def test_blocks_that_are_all_different_are_all_compiled():
     try:
         model = parallelize(nn.Sequential(*(Block(str(i), 8 + i) for i in range(12))), ParallelConfig(compile=True), ONE)
         for rows in (4, 3):
-            with dropout_for(dropout_rows(0, 0, torch.arange(rows))):
+            with use_dropout_keys(dropout_keys(0, 0, torch.arange(rows))):
                 model.train()(torch.randn(rows, 16)).sum().backward()
             with torch.no_grad():
                 model.eval()(torch.randn(rows, 16))

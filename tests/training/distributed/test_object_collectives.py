@@ -6,20 +6,27 @@ import pytest
 import torch.distributed as dist
 
 from unisono.collectives.testing import RanksFailed
-from unisono_models.training.distributed.object_collectives import RanksError, hear, tell, together
+from unisono_models.training.distributed.object_collectives import (
+    RanksError,
+    all_gather_object,
+    broadcast_object,
+    raise_together,
+)
 
 VALUES = {"text": "❤ naïve", "list": [1, 2.5, None, True], "nested": {"a": {"b": []}}, "exact": 0.1 + 0.2}
 
 
 def talks():
     rank, size = dist.get_rank(), dist.get_world_size()
-    assert hear({"rank": rank, "pad": "x" * rank * 1000}) == [{"rank": r, "pad": "x" * r * 1000} for r in range(size)]
-    assert tell(VALUES if rank == 0 else "ignored") == VALUES
+    assert all_gather_object({"rank": rank, "pad": "x" * rank * 1000}) == [
+        {"rank": r, "pad": "x" * r * 1000} for r in range(size)
+    ]
+    assert broadcast_object(VALUES if rank == 0 else "ignored") == VALUES
 
 
 def fails_together(bad):
     rank = dist.get_rank()
-    with nullcontext() if not bad else pytest.raises(RanksError) as raised, together("reading"):
+    with nullcontext() if not bad else pytest.raises(RanksError) as raised, raise_together("reading"):
         if rank in bad:
             raise FileNotFoundError(f"no file for {'some' if rank else 'first'}")
     if not bad:
@@ -31,7 +38,7 @@ def fails_together(bad):
 def test_values_travel(ranks):
     for world in (1, 3):
         ranks(talks, world_size=world)
-    assert hear(VALUES) == [VALUES] and tell(VALUES) == VALUES
+    assert all_gather_object(VALUES) == [VALUES] and broadcast_object(VALUES) == VALUES
 
 
 def test_an_error_on_one_rank_is_everybodys(ranks):
@@ -43,12 +50,12 @@ def test_an_error_on_one_rank_is_everybodys(ranks):
 
 
 def test_alone_an_error_stays_what_it_is():
-    with pytest.raises(KeyError), together("reading"):
+    with pytest.raises(KeyError), raise_together("reading"):
         raise KeyError("x")
 
 
 def unserialisable():
-    hear(object())
+    all_gather_object(object())
 
 
 def test_what_json_cannot_say_is_refused(ranks):

@@ -16,11 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.training.test_checkpoints import assert_equal, everything
-from unisono_models.training.checkpoint import manager as checkpoints_module
-from unisono_models.training.checkpoint import manifest as commits
-from unisono_models.training.checkpoint import atomic_file as disk
-from unisono_models.training.checkpoint import storage
+from tests.training.checkpoint.test_manager import assert_equal, everything
+from unisono_models.training.checkpoint import atomic_file, manager, manifest, storage
 from unisono_models.training.checkpoint.manager import Checkpoints
 
 
@@ -85,11 +82,11 @@ def save_and_die(folder, step, place):
         whole, tensors = storage._bytes_of, iter(range(2))
         storage._bytes_of = lambda tensor: die() if next(tensors) else whole(tensor)
     elif place == "before commit":
-        commits.write_commit = die
+        manifest.write_manifest = die
     elif place == "within commit":
         type(folder).rename = die
     elif place == "pruning":
-        commits.shutil.rmtree = die
+        manifest.shutil.rmtree = die
     saved(folder, step)
 
 
@@ -113,7 +110,7 @@ def test_killed_while_saving(tmp_path, place, step, expected):
 
     saved(tmp_path, 4)  # tidies up
     kept = "step-00000002.old" if step == 2 and place != "pruning" else "step-00000002"
-    assert [path.name for path in commits.list_steps(tmp_path)] == ["step-00000004", kept, "step-00000001"]
+    assert [path.name for path in manifest.list_steps(tmp_path)] == ["step-00000004", kept, "step-00000001"]
     assert loaded(tmp_path) == (4, [])
 
 
@@ -127,7 +124,7 @@ def test_shards_of_two_steps_are_found(ranks, tmp_path):
     (first, said), (second, silent) = ranks(loaded, tmp_path, world_size=2)
     assert first == second == 1 and silent == []
     digests = [hashlib.sha256((step_of(tmp_path, 1) / "rank-00001.bin").read_bytes()).hexdigest()]
-    digests += [commits.read_commit(step_of(tmp_path, 2)).files["rank-00001.bin"][1]]
+    digests += [manifest.read_manifest(step_of(tmp_path, 2)).files["rank-00001.bin"][1]]
     assert len(said) == 1 and f"rank-00001.bin: sha256 {digests[1]} expected, {digests[0]} found" in said[0]
 
 
@@ -172,12 +169,12 @@ def test_a_damaged_step_does_not_count_as_kept(tmp_path):
         assert checkpoints.load(model_of(0.0), {})[0] == 2
         checkpoints.save(3, model_of(3.0), {}, {"step": 3})
     assert loaded(tmp_path)[0] == 3
-    assert {path.name for path in commits.list_steps(tmp_path)} == {f"step-{n:08}" for n in (2, 3, 30)}
+    assert {path.name for path in manifest.list_steps(tmp_path)} == {f"step-{n:08}" for n in (2, 3, 30)}
     with Checkpoints(tmp_path, keep=1, report=lambda line: None) as checkpoints:
         assert checkpoints.load(model_of(0.0), {})[0] == 3
         checkpoints.save(30, model_of(30.0), {}, {"step": 30}, score=0.9)  # what is written anew is damaged no more
         checkpoints.save(31, model_of(31.0), {}, {"step": 31}, score=0.1)
-    assert {path.name for path in commits.list_steps(tmp_path)} == {f"step-{n:08}" for n in (30, 31)}
+    assert {path.name for path in manifest.list_steps(tmp_path)} == {f"step-{n:08}" for n in (30, 31)}
 
 
 def test_only_what_is_surely_unfinished_is_removed(tmp_path):
@@ -277,7 +274,7 @@ def small_disk(tmp_path):
 
 def run_out_of_disk(folder, look_first):
     if not look_first:  # as if another program had taken the space after we looked
-        storage.check_space = lambda directory, needed: None
+        storage.check_free_space = lambda directory, needed: None
     said = []
     small, large = model_of(1.0), nn.Linear(300, 300)
     optimizer = torch.optim.SGD(small.parameters(), lr=0.1)
@@ -288,14 +285,14 @@ def run_out_of_disk(folder, look_first):
             checkpoints.wait()
             if dist.is_initialized():
                 dist.barrier()  # rank 0 tidies up
-            left = [path.name for path in commits.list_steps(folder)]
+            left = [path.name for path in manifest.list_steps(folder)]
             if dist.is_initialized():
                 dist.barrier()
             checkpoints.save(3, small, optimizer, {"step": 3})  # training goes on
             checkpoints.wait()
             return said, checkpoints.failures, left, checkpoints.load(small, optimizer)
     finally:
-        storage.check_space = disk.check_space
+        storage.check_free_space = atomic_file.check_free_space
 
 
 @pytest.mark.parametrize("look_first", [True, False], ids=["seen before", "in the midst"])
@@ -325,7 +322,7 @@ def test_directory_that_cannot_be_written(tmp_path, small_disk):
 
 def fail_on_one_rank(folder, rank, function):
     """An error of the disk on one rank, in the thread that writes."""
-    places = {"data": (storage.os, "fsync"), "begin": (commits, "begin"), "commit": (commits, "write_commit")}
+    places = {"data": (storage.os, "fsync"), "begin": (manifest, "begin"), "commit": (manifest, "write_manifest")}
     owner, name = places[function]
     whole = getattr(owner, name)
 
@@ -346,7 +343,7 @@ def test_an_error_in_the_background_is_not_lost(ranks, tmp_path, rank, function)
     failures = ranks(fail_on_one_rank, tmp_path, rank, function, world_size=2)
     assert failures[0] == failures[1] and len(failures[0]) == 1
     assert f"rank {rank}: OSError" in failures[0][0] and "Input/output error" in failures[0][0]
-    assert [path.name for path in commits.list_steps(tmp_path)] == ["step-00000001"]
+    assert [path.name for path in manifest.list_steps(tmp_path)] == ["step-00000001"]
 
 
 def test_a_failed_save_on_a_disk_that_cannot_be_listed_does_not_end_training(tmp_path, monkeypatch):
@@ -356,7 +353,7 @@ def test_a_failed_save_on_a_disk_that_cannot_be_listed_does_not_end_training(tmp
         raise OSError(errno.EIO, "Input/output error")
 
     for name in ("begin", "list_steps"):
-        monkeypatch.setattr(commits, name, fail)
+        monkeypatch.setattr(manifest, name, fail)
     said = []
     with Checkpoints(tmp_path, report=said.append) as checkpoints:
         checkpoints.save(2, model_of(2.0), {}, {})
@@ -371,7 +368,7 @@ def test_a_checkpoint_stays_if_another_rank_dies_right_after_the_commit(tmp_path
         if what == "commit":
             raise ConnectionError("rank 1 is gone")
 
-    monkeypatch.setattr(checkpoints_module, "together", lost_in_the_end)
+    monkeypatch.setattr(manager, "raise_together", lost_in_the_end)
     failures = saved(tmp_path, 1, report=lambda line: None)
     monkeypatch.undo()
     assert len(failures) == 1 and loaded(tmp_path) == (1, [])
@@ -414,7 +411,7 @@ def seal(path):
 
 def write_sealed(path, body):
     body.pop("sha256", None)
-    (path / "COMMIT").write_text(json.dumps({**body, "sha256": commits._seal({"format": 1, **body})}))
+    (path / "COMMIT").write_text(json.dumps({**body, "sha256": manifest._seal({"format": 1, **body})}))
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -500,7 +497,7 @@ def test_a_commit_of_another_step_or_format_is_passed_over(tmp_path):
     body = json.loads((step_of(tmp_path, 2) / "COMMIT").read_text())
     body.pop("sha256")
     body["format"] = 99
-    (step_of(tmp_path, 2) / "COMMIT").write_text(json.dumps({**body, "sha256": commits._seal(body)}))
+    (step_of(tmp_path, 2) / "COMMIT").write_text(json.dumps({**body, "sha256": manifest._seal(body)}))
     step, said = loaded(tmp_path)
     assert step == 1 and "that of step 1" in said[0] and "format 1" in said[1]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.launches import Launch, alone, free_port, losses, on_one_host, torchrun
+from tests.training.torchrun import Launch, alone, free_port, losses, on_one_host, torchrun
 
 STEPS = 12
 

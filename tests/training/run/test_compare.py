@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from unisono_models.training.run.compare import main, make_table
+from unisono_models.training.run.compare import main, tabulate_runs
 
 
 @pytest.fixture
@@ -28,12 +28,12 @@ def test_seeds_are_one_column_and_recipes_several(runs):
         runs("c", "other", 0, {"vendor/recall@1": 0.1}),
         runs("d", "emoji", 0, {"vendor/recall@1": 0.9}, width=9),
     ]
-    assert make_table(paths, ["*recall*"]).splitlines() == [
-        "| figure | clip emoji, 2 seeds | clip other | clip emoji |",
+    assert tabulate_runs(paths, ["*recall*"]).splitlines() == [
+        "| metric | clip emoji, 2 seeds | clip other | clip emoji |",
         "|---|---|---|---|",
         "| vendor/recall@1 | 0.450 ± 0.050 | 0.100 | 0.900 |",
     ]
-    assert "| 0.45000 ± 0.05000 |" in make_table(paths, ["*recall*"], digits=5)
+    assert "| 0.45000 ± 0.05000 |" in tabulate_runs(paths, ["*recall*"], digits=5)
 
 
 def test_unfinished_run_is_named(runs):

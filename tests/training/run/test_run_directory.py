@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import pytest
 
-from unisono_models.training.run import run_directory, run_directory as run_lock
 from unisono_models.training.config import CheckpointConfig, RunConfig
 from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
+from unisono_models.training.distributed.object_collectives import RanksError
+from unisono_models.training.run import run_directory
 from unisono_models.training.run.provenance import cpu_model, git_state, versions
 from unisono_models.training.run.run_directory import config_differences, open_run, read_config, read_provenance
-from unisono_models.training.distributed.object_collectives import RanksError
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def test_broken_config_is_passed_over(tmp_path):
 
 
 def test_directory_in_use_by_another_process_is_rejected(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "WAIT", 0.5)
+    monkeypatch.setattr(run_directory, "WAIT", 0.5)
     path = opened().path
     holder = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
     child = subprocess.Popen([sys.executable, "-c", holder, str(path / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -259,12 +259,12 @@ def test_read_json_names_the_file(tmp_path):
 
 
 def test_replaced_file_is_old_or_new(tmp_path, monkeypatch):
-    run_directory.replace_file(tmp_path / "a", "old")
+    run_directory.atomic_write(tmp_path / "a", "old")
 
     def fail(_):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        run_directory.replace_file(tmp_path / "a", "new")
+        run_directory.atomic_write(tmp_path / "a", "new")
     assert (tmp_path / "a").read_text() == "old"

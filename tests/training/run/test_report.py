@@ -10,9 +10,8 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from unisono_models.training.run.report import number, pairs, table
 from unisono_models.training.run.plots import collect_panels, draw_plots, smoothed, write_plots
-from unisono_models.training.run.report import Picture, write_report
+from unisono_models.training.run.report import ReportImage, format_number, html_table, key_value_table, write_report
 from unisono_models.training.run.run_directory import RunDirectory
 
 EVIL = "<script>alert('x')</script>\"&"
@@ -62,7 +61,7 @@ def report(run, **options):
         run,
         title=f"Words to emoji {EVIL}",
         intro=f"First {EVIL}.\n\nSecond.",
-        pictures=[Picture(run.path / "grid.png", f"a grid {EVIL}")],
+        pictures=[ReportImage(run.path / "grid.png", f"a grid {EVIL}")],
         tables={f"Splits {EVIL}": [{"split": EVIL, "R@1": 0.25}, {"split": "b", "R@1": 0.5, "more": None}]},
         notes=[f"Licence {EVIL}"],
         **options,
@@ -107,7 +106,7 @@ def test_report_is_whole_in_itself_and_escapes_everything(shown):
 
 def test_report_says_how_to_run_again(run):
     page = report(run)
-    assert f"python -m unisono_models.training.run.reproduce {run.path}" in page
+    assert f"python -m unisono_models.training reproduce {run.path}" in page
     assert f"torchrun --standalone --nproc-per-node 2 -m unisono_models.clip.train --config {run.path}/config.json" in page
 
 
@@ -130,7 +129,7 @@ def test_report_of_a_run_without_metrics_pictures_or_starts(tmp_path):
 
 def test_picture_of_no_known_kind_is_rejected(run):
     with pytest.raises(ValueError, match=r"notes\.txt is none of \.png"):
-        write_report(run, title="", intro="", pictures=[Picture(run.path / "notes.txt", "")])
+        write_report(run, title="", intro="", pictures=[ReportImage(run.path / "notes.txt", "")])
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -168,13 +167,13 @@ def test_smoothing_keeps_a_straight_line_straight():
 
 
 def test_numbers_are_short_and_columns_aligned():
-    assert [number(x) for x in (0.20483, 7, 7.0, 1234567, True, None, float("nan"))] == [
+    assert [format_number(x) for x in (0.20483, 7, 7.0, 1234567, True, None, float("nan"))] == [
         *("0.2048", "7", "7", "1,234,567", "True", "None", "nan")
     ]
-    html = table([{"a": 0.25, "b": "x"}, {"a": 0.5, "b": 3}, {"b": "y"}])
+    html = html_table([{"a": 0.25, "b": "x"}, {"a": 0.5, "b": 3}, {"b": "y"}])
     assert '<td class="number"></td><td>y</td>' in html
     assert '<td class="number">0.50</td>' in html and "<td>x</td>" in html
-    assert '<td class="code">1e-05</td>' in pairs({"lr": 1e-05}, code=True)
+    assert '<td class="code">1e-05</td>' in key_value_table({"lr": 1e-05}, code=True)
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

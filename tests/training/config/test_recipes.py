@@ -12,12 +12,12 @@ import pytest
 
 from unisono_models.clip.config import Config as ClipTraining
 from unisono_models.clip.recipes import RECIPES
-from unisono_models.training.config import recipes as recipes_module
 from unisono_models.training.config import RunConfig
-from unisono_models.training.config.serialization import config_to_json
+from unisono_models.training.config import recipes as recipes_module
 from unisono_models.training.config.recipes import Recipes
+from unisono_models.training.config.serialization import config_to_json
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOURCES = ROOT / "models/src/unisono_models"
 
 
