@@ -32,7 +32,7 @@ def test_the_command_gets_the_rest_of_the_arguments(capsys, monkeypatch):
 def test_help_lists_every_command(capsys):
     assert run(["--help"]) == 0
     out = capsys.readouterr().out
-    assert "usage: python -m tests.shop COMMAND" in out and "recommend   Recommend items." in out and "echo " in out
+    assert "usage: python -m tests.shop COMMAND" in out and "recommend  Recommend items." in out and "echo " in out
 
 
 def test_unknown_and_absent_commands_are_errors(capsys):
