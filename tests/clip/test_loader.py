@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.clip.pictures import sample, write_tars
 from unisono.collectives import all_reduce
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono_models.clip.data import loader
 from unisono_models.clip.data.loader import load_steps
 from unisono_models.clip.data.pairs import PairBatch
@@ -53,7 +53,7 @@ def same(a, b):
 
 def reads_ahead_in_order(folder):
     """Workers beside a gloo group: a collective after each batch, and what they skipped comes home with it."""
-    ranks = resolve(None)
+    ranks = resolve_group(None)
     pairs = open_pairs(folder, cache=folder)
     order = StepSampler(samples=len(pairs), batch=5, seed=0)
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.clip.pictures import COLOURS, colours_of, noise, picture, sample, write_parquet, write_table, write_tars
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono_models.clip.data import images, tar_index, tars
 from unisono_models.clip.data.images import BrokenImageError, decode_image
 from unisono_models.clip.data.pairs import PairBatch
@@ -171,7 +171,7 @@ def batch_with(kept, skips):
 
 
 def counts_and_raises_alike():
-    rank = resolve(None).rank
+    rank = resolve_group(None).rank
     skipped = SkipReport()
     skipped.add(batch_with(100 - rank, [SkippedSample(k, f"r{rank}", "broken image", "no") for k in range(rank)]))
     summary = skipped.summary()
@@ -571,7 +571,7 @@ def test_addresses_and_commands_are_refused(source):
 
 
 def reads_on_ranks(folder, cache, own):
-    rank = resolve(None).rank
+    rank = resolve_group(None).rank
     pairs = open_pairs(folder, cache=cache)
     train, held_out = split_pairs(pairs, 0.3, seed=1)
     with pytest.raises(Exception, match=r"ranks \[1(, 2)?\] see other files than rank 0"):
@@ -602,7 +602,7 @@ def test_ranks_share_the_work_and_agree(ranks, tmp_path):
 
 def keeps_index(folder, caches):
     """Whether this rank wrote the index of all tars, where its pairs are mapped from, and what it reads."""
-    written, save, cache = [], tars.save_index, caches[resolve(None).rank]
+    written, save, cache = [], tars.save_index, caches[resolve_group(None).rank]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tars, "save_index", lambda path, *index: written.append(path.parent) or save(path, *index))
         pairs = open_pairs(folder, cache=cache)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono.embedding import Ragged, hash_strings
 from unisono_models.datasets.file_patterns import find_files
 from unisono_models.recommender.data import criteo_lines, line_index
@@ -175,7 +175,7 @@ def test_index_has_every_line_once(tmp_path, every, monkeypatch):
 
 
 def indexes(paths, segment, gone):
-    ranks = resolve(None)
+    ranks = resolve_group(None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(line_index, "_SEGMENT", segment)
         index = index_lines(paths, lines_per_block=3)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unisono.collectives import global_mean
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono.embedding import exclude_from_ddp, sharded_parameters
 from unisono_models.recommender.click_model import ClickModel, table_width
 from unisono_models.recommender.config import Config
@@ -71,7 +71,7 @@ class Learner(nn.Module):
 
 def make_learner(config: Config, source: Source, *, dtype: torch.dtype, device: torch.device) -> Learner:
     """The model that the config describes, with its first weights: the same on every rank. All ranks call."""
-    kind, sample, ranks = config.model.kind, source.sample, resolve(None).size
+    kind, sample, ranks = config.model.kind, source.sample, resolve_group(None).size
     features = tuple(feature for feature in source.features if feature.kind != "number")
     if kind == "two_tower":
         wanted = (*config.model.users, *config.model.items)

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Literal
 
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono_models.clip.data.pairs import CaptionedPairs
 from unisono_models.clip.data.parquet import ParquetPairs
 from unisono_models.clip.data.tables import TablePairs
@@ -57,7 +57,7 @@ def open_pairs(
         reader = ParquetPairs if kind == "parquet" else TablePairs
         with raise_together("open_pairs"):
             pairs = reader(paths, image=image, caption=caption, concept=concept, root=root)
-    if pairs.notes and resolve(None).rank == 0:
+    if pairs.notes and resolve_group(None).rank == 0:
         more = f"\n  and {len(pairs.notes) - 5} more" if len(pairs.notes) > 5 else ""
         warnings.warn(f"open_pairs: {source}:\n  " + "\n  ".join(pairs.notes[:5]) + more, stacklevel=2)
     return pairs

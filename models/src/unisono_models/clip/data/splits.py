@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from unisono.collectives import all_gather
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono_models.clip.data.pairs import CaptionedPairs, PairBatch
 from unisono_models.clip.data.records import check_indices
 from unisono_models.training.distributed.object_collectives import raise_together
@@ -59,7 +59,7 @@ def split_pairs(pairs: CaptionedPairs, fraction: float, seed: int) -> tuple[Some
     """
     if not 0 < fraction < 1:
         raise ValueError(f"split_pairs: fraction={fraction} must lie between 0 and 1")
-    ranks = resolve(None)
+    ranks = resolve_group(None)
     first, last = (len(pairs) * r // ranks.size for r in (ranks.rank, ranks.rank + 1))
     held = torch.empty(last - first, dtype=torch.uint8)
     with raise_together("split_pairs: reading the captions"):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unisono.collectives import all_gather
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono_models.clip.data.images import MAX_BYTES
 from unisono_models.clip.data.pairs import PairBatch
 from unisono_models.clip.data.records import Record, check_indices, make_batch, skip
@@ -152,7 +152,7 @@ def open_tars(
     Raises: ValueError if there is no pair at all.
     """
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unisono"
-    fields, ranks = TextFields(caption, concept), resolve(None)
+    fields, ranks = TextFields(caption, concept), resolve_group(None)
     with raise_together("open_tars"):
         kept = folder / f"tars-{fingerprint(list(paths), fields)}.safetensors"
         found = load_index(kept)

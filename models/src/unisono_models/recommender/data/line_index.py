@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unisono.collectives import all_gather
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono_models.datasets.file_patterns import PACKED, check_same_files
 from unisono_models.recommender.data.blocks import share
 from unisono_models.training.distributed.launch import Ranks
@@ -85,7 +85,7 @@ def index_lines(paths: Sequence[Path], *, lines_per_block: int = 512, ranks: Ran
             raise ValueError(
                 f"index_lines: {packed[0]}: a compressed file cannot be read from any line: unpack it, or convert it to parquet"
             )
-    me = ranks or resolve(None)
+    me = ranks or resolve_group(None)
     check_same_files(paths, source=paths, what="index_lines")
     with raise_together("index_lines"):
         sizes = [path.stat().st_size for path in paths]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono_models.training.checkpoint import manifest
 from unisono_models.training.checkpoint.atomic_file import write_new_file
 from unisono_models.training.checkpoint.manifest import Manifest
@@ -87,7 +87,7 @@ class Checkpoints:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         else:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
-        self._rank, self._size = resolve(self._group).rank, resolve(self._group).size
+        self._rank, self._size = resolve_group(self._group).rank, resolve_group(self._group).size
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, futures.Future[str]] | None = None
         self._staged: dict[str, Tensor] = {}

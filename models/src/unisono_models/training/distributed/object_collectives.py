@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from unisono.collectives import Group, all_gather, exchange_sizes
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 
 Json: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts (with str keys) of these
 
@@ -39,7 +39,7 @@ def broadcast_object(value: Json, *, group: Group = None) -> Json:
         >>> broadcast_object("runs/clip-emoji")
         'runs/clip-emoji'
     """
-    return all_gather_object(value if resolve(group).rank == 0 else None, group=group)[0]
+    return all_gather_object(value if resolve_group(group).rank == 0 else None, group=group)[0]
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def raise_together(what: str, *, group: Group = None) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    if resolve(group).size == 1:
+    if resolve_group(group).size == 1:
         if error is not None:
             raise error
         return

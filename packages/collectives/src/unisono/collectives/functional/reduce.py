@@ -9,20 +9,19 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from unisono.collectives.checking import call_site, checking
-from unisono.collectives.gathers import gather
-from unisono.collectives.groups import Group, Ranks, resolve
-from unisono.collectives.linear import Linear, apply
-from unisono.collectives.options import check_tensor, one_of, rank_of
+from unisono.collectives.autograd import LinearMap, apply
+from unisono.collectives.checks import call_site, checks_enabled, validate_choice, validate_rank, validate_tensor
+from unisono.collectives.functional.gather import gather
+from unisono.collectives.groups import Group, GroupRanks, resolve_group
 from unisono.collectives.sizes import (
-    balanced,
-    complaint,
-    exchange,
+    all_gather_metadata,
+    dim_error,
+    even_sizes,
     from_rows,
     join_graph,
     length_of,
-    refuse,
-    size_complaint,
+    raise_local_error,
+    sizes_error,
     to_rows,
 )
 
@@ -43,21 +42,21 @@ def all_reduce(x: Tensor, op: ReduceOp = "sum", *, grad: ReduceGrad = "sum", gro
     Example, 2 ranks holding [1.] and [2.]:
         all_reduce(x)  ->  [3.] on both;  all_reduce(x, "max")  ->  [2.] on both
     """
-    ranks = resolve(group)
-    check_op("all_reduce", op, x)
-    one_of("all_reduce", "grad", grad, ("sum", "identity"))
+    ranks = resolve_group(group)
+    validate_op("all_reduce", op, x)
+    validate_choice("all_reduce", "grad", grad, ("sum", "identity"))
     if grad == "identity" and op != "sum":
         raise ValueError(f"all_reduce: grad='identity' goes with op='sum', not with op={op!r}")
     call = f"all_reduce(op={op!r}, grad={grad!r})"
     rows = x.reshape(1) if x.ndim == 0 else x
     if op in ("sum", "avg"):
-        plan = Linear("all_reduce_own" if grad == "identity" else "all_reduce", ranks, call=call, site=call_site())
+        plan = LinearMap("all_reduce_own" if grad == "identity" else "all_reduce", ranks, call=call, site=call_site())
         return _averaged(rows, op, ranks, lambda rows: apply(rows, plan)).reshape(x.shape)
     # Each rank reduces its share of the elements and all gather the shares: the traffic of an all_reduce, and torch's
     # own derivative of `op`, to any order.
-    shares = balanced(x.numel(), ranks.size)
+    shares = even_sizes(x.numel(), ranks.size)
     own = _reduce_rows(rows.reshape(-1), shares, op, ranks, call)
-    plan = Linear("all_gather", ranks, send=(shares[ranks.rank],), receive=shares, call=call, site=call_site())
+    plan = LinearMap("all_gather", ranks, send=(shares[ranks.rank],), receive=shares, call=call, site=call_site())
     return apply(own, plan).reshape(x.shape)
 
 
@@ -70,15 +69,15 @@ def reduce(x: Tensor, op: ReduceOp = "sum", *, root: int = 0, group: Group = Non
     Example, 2 ranks holding [1.] and [2.]:
         reduce(x)  ->  [3.] on rank 0, [0.] on rank 1
     """
-    ranks = resolve(group)
-    check_op("reduce", op, x)
-    root = rank_of("reduce", "root", root, ranks)
+    ranks = resolve_group(group)
+    validate_op("reduce", op, x)
+    root = validate_rank("reduce", "root", root, ranks)
     call = f"reduce(op={op!r}, root={root})"
     rows = x.reshape(1) if x.ndim == 0 else x
     if op in ("sum", "avg"):
-        plan = Linear("reduce", ranks, root=root, call=call, site=call_site())
+        plan = LinearMap("reduce", ranks, root=root, call=call, site=call_site())
         return _averaged(rows, op, ranks, lambda rows: apply(rows, plan)).reshape(x.shape)
-    shares = balanced(x.numel(), ranks.size)
+    shares = even_sizes(x.numel(), ranks.size)
     result = gather(_reduce_rows(rows.reshape(-1), shares, op, ranks, call), root=root, sizes=shares, group=group)
     if ranks.rank != root:
         result = x.new_zeros(x.shape) + result.sum(dtype=x.dtype)  # the sum of nothing: zeros that keep the graph
@@ -98,17 +97,17 @@ def reduce_scatter(
     Example, 2 ranks holding [1., 2.] and [3., 4.]:
         reduce_scatter(x)  ->  [4.] on rank 0, [6.] on rank 1
     """
-    name, ranks = "reduce_scatter", resolve(group)
-    check_op(name, op, x)
-    problem = complaint(x, dim) or ("x: a scalar cannot be split" if x.ndim == 0 else "")
-    problem = problem or size_complaint("sizes", sizes, ranks)
-    shares = () if problem else balanced(length_of(x, dim), ranks.size) if sizes is None else tuple(sizes)
+    name, ranks = "reduce_scatter", resolve_group(group)
+    validate_op(name, op, x)
+    problem = dim_error(x, dim) or ("x: a scalar cannot be split" if x.ndim == 0 else "")
+    problem = problem or sizes_error("sizes", sizes, ranks)
+    shares = () if problem else even_sizes(length_of(x, dim), ranks.size) if sizes is None else tuple(sizes)
     if not problem and sizes is not None and sum(shares) != length_of(x, dim):
         problem = f"sizes={shares} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
-    if sizes is None or checking():
-        table = exchange(name, x, dim, ranks, same=f"op={op!r}", ragged=False, problem=problem)
+    if sizes is None or checks_enabled():
+        table = all_gather_metadata(name, x, dim, ranks, same=f"op={op!r}", ragged=False, problem=problem)
         x = join_graph(x, table)
-    refuse(name, problem, ranks)
+    raise_local_error(name, problem, ranks)
     return from_rows(_reduce_rows(to_rows(x, dim), shares, op, ranks, f"{name}(op={op!r})"), dim)
 
 
@@ -124,8 +123,8 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
     Example, 2 ranks holding [1.] and [2., 6.]:
         global_mean(x)  ->  3. on both (the mean of the local means would be 2.5)
     """
-    one_of("global_mean", "grad_reduce", grad_reduce, ("mean", "sum"))
-    check_tensor("global_mean", x)
+    validate_choice("global_mean", "grad_reduce", grad_reduce, ("mean", "sum"))
+    validate_tensor("global_mean", x)
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"global_mean: x must be floating point or complex, got {x.dtype}")
     wide = torch.complex128 if x.is_complex() else torch.float64
@@ -139,17 +138,17 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
         weights = weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim)).expand_as(x)
         total, count = (x.to(wide) * weights).sum(), weights.sum(dtype=wide)
     both = all_reduce(torch.stack([total, count]), group=group)
-    return count_once((both[0] / both[1]).to(x.dtype), grad_reduce, group)
+    return scale_loss_gradient((both[0] / both[1]).to(x.dtype), grad_reduce, group)
 
 
-def count_once(loss: Tensor, grad_reduce: GradReduce, group: Group) -> Tensor:
+def scale_loss_gradient(loss: Tensor, grad_reduce: GradReduce, group: Group) -> Tensor:
     """A loss that every rank has computed alike from what the ranks exchanged, with the gradient that is right after
     `grad_reduce`.
 
     The true adjoints count each gradient once for every rank: what averaging undoes. Where gradients will be added, it
     must count as one part of many. (Not by all_reduce(grad="identity"): its second derivatives leave the other ranks out.)
     """
-    return loss if grad_reduce == "mean" else _divide_gradient(loss, resolve(group).size)
+    return loss if grad_reduce == "mean" else _divide_gradient(loss, resolve_group(group).size)
 
 
 def average_gradient(x: Tensor, *, group: Group = None) -> Tensor:
@@ -163,11 +162,11 @@ def average_gradient(x: Tensor, *, group: Group = None) -> Tensor:
     Example, 2 ranks whose losses are 1 * x and 3 * x:
         average_gradient(x)  ->  x on both;  x.grad  ->  2. on both
     """
-    check_tensor("average_gradient", x)
-    ranks = resolve(group)
+    validate_tensor("average_gradient", x)
+    ranks = resolve_group(group)
     if ranks.size == 1:
         return x
-    plan = Linear("copy", ranks, call="average_gradient", site=call_site())
+    plan = LinearMap("copy", ranks, call="average_gradient", site=call_site())
     copied = apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
     return _divide_gradient(copied, ranks.size)
 
@@ -180,9 +179,9 @@ def _divide_gradient(x: Tensor, number: int) -> Tensor:
     return torch.where(x.isfinite(), divided, x)  # but for infinities, which have no difference
 
 
-def check_op(function: str, op: str, x: Tensor) -> None:
-    check_tensor(function, x)
-    one_of(function, "op", op, ("sum", "avg", "max", "min", "product"))
+def validate_op(function: str, op: str, x: Tensor) -> None:
+    validate_tensor(function, x)
+    validate_choice(function, "op", op, ("sum", "avg", "max", "min", "product"))
     floating = x.is_floating_point() or x.is_complex()
     if op == "avg" and not floating:
         raise TypeError(f"{function}: op='avg' needs a floating point or complex tensor, got {x.dtype}")
@@ -192,7 +191,7 @@ def check_op(function: str, op: str, x: Tensor) -> None:
         raise TypeError(f"{function}: {x.dtype} can be moved but not reduced; convert it first, to bfloat16 for instance")
 
 
-def _averaged(rows: Tensor, op: str, ranks: Ranks, add_up: Callable[[Tensor], Tensor]) -> Tensor:
+def _averaged(rows: Tensor, op: str, ranks: GroupRanks, add_up: Callable[[Tensor], Tensor]) -> Tensor:
     """The sum, or for op="avg" the mean. 16-bit floats then travel as float32, for their sum may overflow."""
     if op == "avg" and rows.dtype in (torch.float16, torch.bfloat16):
         return (add_up(rows.float()) / ranks.size).to(rows.dtype)
@@ -200,14 +199,14 @@ def _averaged(rows: Tensor, op: str, ranks: Ranks, add_up: Callable[[Tensor], Te
     return total / ranks.size if op == "avg" else total
 
 
-def _reduce_rows(rows: Tensor, shares: tuple[int, ...], op: str, ranks: Ranks, call: str) -> Tensor:
+def _reduce_rows(rows: Tensor, shares: tuple[int, ...], op: str, ranks: GroupRanks, call: str) -> Tensor:
     """This rank's share of the rows, reduced over the ranks."""
     own = shares[ranks.rank]
     if op in ("sum", "avg"):
-        plan = Linear("reduce_scatter", ranks, send=shares, receive=(own,), call=call, site=call_site())
+        plan = LinearMap("reduce_scatter", ranks, send=shares, receive=(own,), call=call, site=call_site())
         return _averaged(rows, op, ranks, lambda rows: apply(rows, plan))
     from_each = (own,) * ranks.size
-    blocks = apply(rows, Linear("all_to_all", ranks, send=shares, receive=from_each, call=call, site=call_site()))
+    blocks = apply(rows, LinearMap("all_to_all", ranks, send=shares, receive=from_each, call=call, site=call_site()))
     blocks = rearrange(blocks, "(r n) ... -> r n ...", r=ranks.size)
     if op == "product":
         return blocks.prod(0, dtype=rows.dtype)

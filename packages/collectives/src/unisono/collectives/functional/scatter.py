@@ -7,13 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unisono.collectives.agreement import agree
-from unisono.collectives.checking import call_site, describe, user_frame
-from unisono.collectives.groups import Group, Ranks, resolve
-from unisono.collectives.linear import Linear, apply
-from unisono.collectives.options import check_tensor, rank_of
-from unisono.collectives.sizes import balanced, complaint, from_rows, join_graph, only, size_complaint, to_rows
-from unisono.collectives.tracing import untraced
+from unisono.collectives.autograd import LinearMap, apply, disable_compile
+from unisono.collectives.checks import (
+    call_site,
+    describe,
+    user_frame,
+    validate_across_ranks,
+    validate_rank,
+    validate_tensor,
+)
+from unisono.collectives.groups import Group, GroupRanks, resolve_group
+from unisono.collectives.sizes import dim_error, even_sizes, from_rows, join_graph, one_rank_sizes, sizes_error, to_rows
 
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)  # the same on every rank
 
@@ -28,14 +32,14 @@ def broadcast(x: Tensor, *, root: int = 0, group: Group = None) -> Tensor:
     Example, 2 ranks holding [1.] and [2.]:
         broadcast(x)  ->  [1.] on both
     """
-    ranks = resolve(group)
-    check_tensor("broadcast", x)
-    root = rank_of("broadcast", "root", root, ranks)
-    plan = Linear("broadcast", ranks, root=root, call=f"broadcast(root={root})", site=call_site())
+    ranks = resolve_group(group)
+    validate_tensor("broadcast", x)
+    root = validate_rank("broadcast", "root", root, ranks)
+    plan = LinearMap("broadcast", ranks, root=root, call=f"broadcast(root={root})", site=call_site())
     return apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
 
 
-@untraced  # the receivers learn shape and dtype only at run time
+@disable_compile  # the receivers learn shape and dtype only at run time
 def scatter(
     x: Tensor | None, dim: int = 0, *, root: int = 0, sizes: Sequence[int] | None = None, group: Group = None
 ) -> Tensor:
@@ -50,8 +54,8 @@ def scatter(
     Example, 2 ranks, rank 0 holding [1., 2., 3.]:
         scatter(x)  ->  [1., 2.] on rank 0, [3.] on rank 1
     """
-    ranks = resolve(group)
-    root = rank_of("scatter", "root", root, ranks)
+    ranks = resolve_group(group)
+    root = validate_rank("scatter", "root", root, ranks)
     facts = _tell(x, dim, root, sizes, ranks)
     dtype, on_cpu, ndim = _DTYPES[facts[0]], bool(facts[2]), facts[3]
     shape, lengths = facts[4 : 4 + ndim], tuple(facts[4 + ndim :])
@@ -62,30 +66,30 @@ def scatter(
     assert x is not None  # _tell has seen to it
     x = join_graph(x, [facts])
     send = lengths if ranks.rank == root else (0,) * ranks.size
-    receive = only(root, lengths[ranks.rank], ranks)
-    plan = Linear("all_to_all", ranks, send, receive, call=f"scatter(root={root})", site=call_site())
+    receive = one_rank_sizes(root, lengths[ranks.rank], ranks)
+    plan = LinearMap("all_to_all", ranks, send, receive, call=f"scatter(root={root})", site=call_site())
     return from_rows(apply(to_rows(x, dim), plan), dim)
 
 
-def _tell(x: Tensor | None, dim: int, root: int, sizes: Sequence[int] | None, ranks: Ranks) -> list[int]:
+def _tell(x: Tensor | None, dim: int, root: int, sizes: Sequence[int] | None, ranks: GroupRanks) -> list[int]:
     """What the root has, on every rank: dtype, whether it needs a gradient, whether it is on the CPU, ndim, shape, sizes."""
     facts: list[int] = []
     if ranks.rank != root:
-        empty = x is None or (not complaint(x, dim) and x.ndim > 0 and x.shape[dim] == 0)
+        empty = x is None or (not dim_error(x, dim) and x.ndim > 0 and x.shape[dim] == 0)
         problem = (
             "" if empty else f"x must be None (or of length 0 along dim {dim}) on ranks other than {root}, got {describe(x)}"
         )
     elif not isinstance(x, Tensor) or x.ndim == 0:
         problem = f"x: expected a Tensor of at least one dimension on root={root}, got {describe(x)}"
     else:
-        problem = complaint(x, dim) or size_complaint("sizes", sizes, ranks)
+        problem = dim_error(x, dim) or sizes_error("sizes", sizes, ranks)
         if not problem:
-            lengths = balanced(x.shape[dim], ranks.size) if sizes is None else sizes
+            lengths = even_sizes(x.shape[dim], ranks.size) if sizes is None else sizes
             needs_grad = x.requires_grad and torch.is_grad_enabled()
             facts = [_DTYPES.index(x.dtype), needs_grad, x.device.type == "cpu", x.ndim, *x.shape, *lengths]
             if sum(lengths) != x.shape[dim]:
                 problem = f"sizes={tuple(lengths)} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
-    return agree(
+    return validate_across_ranks(
         "scatter",
         ranks,
         same=("scatter", dim, root),

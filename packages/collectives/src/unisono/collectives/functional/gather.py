@@ -7,12 +7,11 @@ from typing import Literal, TypeVar, overload
 
 from torch import Tensor
 
-from unisono.collectives.checking import call_site
-from unisono.collectives.groups import Group, resolve
-from unisono.collectives.linear import Linear, apply
-from unisono.collectives.options import one_of, rank_of
-from unisono.collectives.sizes import from_rows, only, settle_sizes, to_rows
-from unisono.collectives.trees import gather_tree
+from unisono.collectives.autograd import LinearMap, apply
+from unisono.collectives.checks import call_site, validate_choice, validate_rank
+from unisono.collectives.groups import Group, resolve_group
+from unisono.collectives.pytree import all_gather_tree
+from unisono.collectives.sizes import from_rows, one_rank_sizes, resolve_sizes, to_rows
 
 Tree = TypeVar("Tree")
 GatherGrad = Literal["sum", "slice"]
@@ -43,14 +42,14 @@ def all_gather(
     Example, 2 ranks holding [1.] and [2., 3.]:
         all_gather(x)  ->  [1., 2., 3.] on both
     """
-    one_of("all_gather", "grad", grad, ("sum", "slice"))
-    ranks = resolve(group)
+    validate_choice("all_gather", "grad", grad, ("sum", "slice"))
+    ranks = resolve_group(group)
     if not isinstance(x, Tensor):
-        return gather_tree(x, dim, sizes, "all_gather_own" if grad == "slice" else "all_gather", ranks)
-    x, lengths = settle_sizes("all_gather", x, dim, sizes, ranks, same=f"grad={grad!r}")
+        return all_gather_tree(x, dim, sizes, "all_gather_own" if grad == "slice" else "all_gather", ranks)
+    x, lengths = resolve_sizes("all_gather", x, dim, sizes, ranks, same=f"grad={grad!r}")
     kind = "all_gather_own" if grad == "slice" else "all_gather"
     own = (lengths[ranks.rank],)
-    plan = Linear(kind, ranks, send=own, receive=lengths, call=f"all_gather(grad={grad!r})", site=call_site())
+    plan = LinearMap(kind, ranks, send=own, receive=lengths, call=f"all_gather(grad={grad!r})", site=call_site())
     return from_rows(apply(to_rows(x, dim), plan), dim)
 
 
@@ -62,10 +61,10 @@ def gather(x: Tensor, dim: int = 0, *, root: int = 0, sizes: Sequence[int] | Non
     Example, 2 ranks holding [1.] and [2., 3.]:
         gather(x)  ->  [1., 2., 3.] on rank 0, [] on rank 1
     """
-    ranks = resolve(group)
-    root = rank_of("gather", "root", root, ranks)
-    x, lengths = settle_sizes("gather", x, dim, sizes, ranks, same=f"root={root}")
-    send = only(root, lengths[ranks.rank], ranks)
+    ranks = resolve_group(group)
+    root = validate_rank("gather", "root", root, ranks)
+    x, lengths = resolve_sizes("gather", x, dim, sizes, ranks, same=f"root={root}")
+    send = one_rank_sizes(root, lengths[ranks.rank], ranks)
     receive = lengths if ranks.rank == root else (0,) * ranks.size
-    plan = Linear("all_to_all", ranks, send, receive, call=f"gather(root={root})", site=call_site())
+    plan = LinearMap("all_to_all", ranks, send, receive, call=f"gather(root={root})", site=call_site())
     return from_rows(apply(to_rows(x, dim), plan), dim)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.collectives.gathers import all_gather
-from unisono.collectives.groups import Group, process_group, resolve
+from unisono.collectives.functional.gather import all_gather
+from unisono.collectives.groups import Group, process_group, resolve_group
 
 
 def gradcheck(
@@ -30,7 +30,7 @@ def gradcheck(
             weights.extend(torch.rand(y.shape, generator=generator, dtype=y.dtype) + 0.5 for y in outputs)
         return torch.stack([(w * y).sum() for w, y in zip(weights, outputs, strict=True)]).sum()
 
-    ranks = resolve(group)
+    ranks = resolve_group(group)
     pg = process_group(ranks)
     wanted = [x for x in inputs if x.requires_grad]
     if not wanted or any(x.dtype != torch.float64 for x in wanted):
@@ -100,7 +100,7 @@ def _raise_together(
             a, n = float(ours.reshape(-1)[worst]), float(reference.reshape(-1)[worst])
             ratio = f" ({a / n:.4g} times)" if n else ""
             problems.append(
-                f"\n  rank {resolve(group).rank}, input {place} of shape {tuple(ours.shape)}: worst at element {worst}, "
+                f"\n  rank {resolve_group(group).rank}, input {place} of shape {tuple(ours.shape)}: worst at element {worst}, "
                 f"analytic {a:.6g}, numerical {n:.6g}{ratio}"
             )
     text = torch.frombuffer(bytearray("".join(problems).encode() or b" "), dtype=torch.uint8)

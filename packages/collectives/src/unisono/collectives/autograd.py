@@ -1,15 +1,11 @@
-"""Every collective here is a linear map over all ranks, so its derivatives of any order are collectives too.
-
-One table says how each map runs and which map is its adjoint; one autograd Function (and, under torch.compile, one custom
-op) turns the table into first and higher gradients, jvp and vmap. Reductions that are not linear (max, min, product) are
-composed of these in reductions.py.
-"""
+"""What torch.compile is to leave alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,56 +14,72 @@ from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from unisono.collectives import wire
-from unisono.collectives.checking import call_site, verify
-from unisono.collectives.groups import Ranks, process_group
+from unisono.collectives.checks import call_site, validate_linear_map
+from unisono.collectives.groups import GroupRanks, process_group
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def disable_compile(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+    """torch.compiler.disable, which would import the compiler, for seconds, even where nothing is compiled."""
+
+    @wraps(fn)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if torch.compiler.is_compiling():
+            result: _T = torch.compiler.disable(fn)(*args, **kwargs)
+            return result
+        return fn(*args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearMap:
     """One collective call, ready to run on rows (dimension 0).
 
     `send` and `receive` count the rows that leave for and arrive from each rank; the adjoint swaps them.
     """
 
     kind: str
-    ranks: Ranks
+    ranks: GroupRanks
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
     root: int = 0
     call: str = ""  # what the user called, for errors
     site: str = ""  # from where; not empty: verify before running
 
-    def adjoint(self) -> Linear:
+    def adjoint(self) -> LinearMap:
         kind, call = KINDS[self.kind].adjoint, f"backward of {self.call}"
-        return Linear(kind, self.ranks, self.receive, self.send, self.root, call, self.site)
+        return LinearMap(kind, self.ranks, self.receive, self.send, self.root, call, self.site)
 
-    def tangent(self) -> Linear:
+    def tangent(self) -> LinearMap:
         return replace(self, kind=KINDS[self.kind].tangent or self.kind, call=f"jvp of {self.call}")
 
 
 class Kind(NamedTuple):
-    run: Callable[[Tensor, Linear, ProcessGroup], Tensor]
+    run: Callable[[Tensor, LinearMap, ProcessGroup], Tensor]
     adjoint: str
     tangent: str = ""  # where a named gradient was asked for: the map whose adjoint that gradient is
     communicates: bool = True
     sets_rows: bool = True  # the result has sum(receive) rows; otherwise the shape is kept
 
 
-def _own_slice(x: Tensor, plan: Linear, pg: ProcessGroup) -> Tensor:
+def _own_slice(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
     return x[sum(plan.send[: plan.ranks.rank]) :][: sum(plan.receive)].clone()
 
 
-def _own_pad(x: Tensor, plan: Linear, pg: ProcessGroup) -> Tensor:
+def _own_pad(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
     out = x.new_zeros((sum(plan.receive), *x.shape[1:]))
     out[sum(plan.receive[: plan.ranks.rank]) :][: len(x)] = x
     return out
 
 
-def _all_gather(x: Tensor, plan: Linear, pg: ProcessGroup) -> Tensor:
+def _all_gather(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
     return wire.all_gather(x, plan.receive, pg)
 
 
-def _all_reduce(x: Tensor, plan: Linear, pg: ProcessGroup) -> Tensor:
+def _all_reduce(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
     return wire.all_reduce(x, pg)
 
 
@@ -88,14 +100,14 @@ KINDS = {
 }
 
 
-def run(x: Tensor, plan: Linear) -> Tensor:
+def run(x: Tensor, plan: LinearMap) -> Tensor:
     """Run `plan` on real data. The result is always a new tensor; `x` is left as it was."""
     kind = KINDS[plan.kind]
     x = x.resolve_conj().resolve_neg().contiguous()
     if plan.ranks.size == 1:
         return x.clone()
     if plan.site and kind.communicates:
-        verify(x, plan)
+        validate_linear_map(x, plan)
     return kind.run(x, plan, process_group(plan.ranks))
 
 
@@ -103,7 +115,7 @@ class _Collective(torch.autograd.Function):
     """Backward: the adjoint of the plan. Nothing is saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Linear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: LinearMap) -> Tensor:
         ctx.plan = plan
         return run(x, plan)
 
@@ -120,22 +132,22 @@ class _TransformedCollective(_Collective):
     """The same in the form that torch.func needs, which costs 40 us more a call: as much as a small collective."""
 
     @staticmethod
-    def forward(x: Tensor, plan: Linear) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, plan: LinearMap) -> Tensor:  # type: ignore[override]
         return run(x, plan)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, LinearMap], output: Tensor) -> None:
         ctx.plan = inputs[1]
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, plan: Linear) -> tuple[Tensor, int | None]:
+    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, plan: LinearMap) -> tuple[Tensor, int | None]:
         if in_dims[0] is None:
             return apply(x, plan), None
         y = apply(x.movedim(in_dims[0], -1), plan)  # rows stay first
         return y, y.ndim - 1
 
 
-def apply(x: Tensor, plan: Linear) -> Tensor:
+def apply(x: Tensor, plan: LinearMap) -> Tensor:
     """Run `plan` on the rows of `x`, differentiably."""
     if torch.compiler.is_compiling():
         if torch._C._functorch.maybe_current_level() is not None:
@@ -159,7 +171,7 @@ def apply(x: Tensor, plan: Linear) -> Tensor:
 def _op(
     x: Tensor, kind: str, send: Sequence[int], receive: Sequence[int], root: int, call: str, group: str, rank: int, size: int
 ) -> Tensor:
-    plan = Linear(kind, Ranks(group, rank, size), tuple(send), tuple(receive), root, call)
+    plan = LinearMap(kind, GroupRanks(group, rank, size), tuple(send), tuple(receive), root, call)
     return run(x, replace(plan, site="compiled code" if call_site() else ""))
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.collectives.groups import Group, process_group, resolve
-from unisono.collectives.sizes import settle_sizes
+from unisono.collectives.groups import Group, process_group, resolve_group
+from unisono.collectives.sizes import resolve_sizes
 from unisono.collectives.wire import start_hop
 
 
@@ -38,10 +38,10 @@ class Ring:
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, sizes: Sequence[int] | None = None, group: Group = None) -> None:
-        self.ranks = resolve(group)
+        self.ranks = resolve_group(group)
         self.sizes: tuple[int, ...] = ()
         for x in tensors:
-            self.sizes = settle_sizes("Ring", x, 0, sizes, self.ranks)[1]
+            self.sizes = resolve_sizes("Ring", x, 0, sizes, self.ranks)[1]
         self._own = [x.detach().contiguous() for x in tensors]
         self._total: Tensor | None = None
         self._pending: list[dist.Work] = []  # the contributions on their way
