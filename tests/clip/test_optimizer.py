@@ -12,8 +12,8 @@ from unisono_models.clip.config import ImageConfig, ObjectiveConfig, OptimizerCo
 from unisono_models.clip.model.towers import ImageTower, TextTower
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
 from unisono_models.training.config import ParallelConfig
-from unisono_models.training.parallel import parallelize
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.parallel import parallelize
 
 CONFIG = OptimizerConfig(lr=0.01, weight_decay=0.2, layer_decay=0.5)
 

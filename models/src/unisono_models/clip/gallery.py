@@ -25,10 +25,10 @@ from unisono_models.clip.data.files import find_files, open_pairs
 from unisono_models.clip.data.images import decode_image
 from unisono_models.clip.data.pairs import CaptionedPairs, Pairs
 from unisono_models.clip.model.clip import FILES, Clip
-from unisono_models.emoji.concepts import ART, TONES, list_emoji
-from unisono_models.emoji.drawings import load_drawings, prepare, render
-from unisono_models.training.run_directory import read_config
-from unisono_models.training.talk import Json
+from unisono_models.datasets.emoji.concepts import ARTISTS, TONES, list_emoji
+from unisono_models.datasets.emoji.images import load_emoji_images, prepare_emoji_images, render_emoji
+from unisono_models.training.distributed.object_collectives import Json
+from unisono_models.training.run.run_directory import read_config
 
 BATCH = 256
 _LAYOUT = 1  # of the file, and of what is computed; a new one makes old files go unused
@@ -221,17 +221,17 @@ class Gallery:
         ]
 
         def draw(index: int, size: int) -> Image.Image:
-            return Image.fromarray(np.ascontiguousarray(render(found[index], size).transpose(1, 2, 0)))
+            return Image.fromarray(np.ascontiguousarray(render_emoji(found[index], size).transpose(1, 2, 0)))
 
         kept = kept_features(
             cache,
             clip=clip,
-            data=prepare(size, cache=drawings).name,  # which names size and the versions of what is drawn
+            data=prepare_emoji_images(size, cache=drawings).name,  # which names size and the versions of what is drawn
             compute=lambda: (
-                encode_pixels(clip, load_drawings(size, cache=drawings)) if features is None else {"features": features}
+                encode_pixels(clip, load_emoji_images(size, cache=drawings)) if features is None else {"features": features}
             ),
         )
-        credits = [f"{art.name} ({art.licence})" for art in ART.values()]
+        credits = [f"{art.name} ({art.licence})" for art in ARTISTS.values()]
         return cls(clip, items, kept["features"], draw=draw, credits=credits)
 
     @classmethod

@@ -13,8 +13,7 @@ from unisono.collectives import global_mean
 from unisono.contrastive import ClipLoss, NTXentLoss, SigmoidLoss, SupConLoss, cached_backward
 from unisono_models.clip.config import ObjectiveConfig
 from unisono_models.clip.model import Clip
-from unisono_models.training.dropout import dropout_for, dropout_rows
-from unisono_models.training.randomness import uniform
+from unisono_models.training.randomness import dropout_keys, uniform, use_dropout_keys
 
 Part = Literal["all", "images", "views", "text"]
 
@@ -66,7 +65,7 @@ class Learner(nn.Module):
         return {"loss": total} | losses
 
     def _encode(self, batch: Mapping[str, Any], part: Part) -> Tensor:
-        with dropout_for(dropout_rows(batch["seed"], batch["step"], batch["index"])):
+        with use_dropout_keys(dropout_keys(batch["seed"], batch["step"], batch["index"])):
             tower = self.clip.text if part == "text" else self.clip.image
             return _unit(tower(batch[part]))
 
@@ -76,7 +75,7 @@ class Learner(nn.Module):
         tokens, index, step, seed = batch["text"], batch["index"], batch["step"], batch["seed"]
         masked = (uniform(seed, "masked", step, index, tokens.shape[1:]) < 0.15) & (tokens >= 0)
         seen = torch.where(masked, self.clip.tokenizer.mask_token, tokens)
-        with dropout_for(dropout_rows(seed, step, index)):
+        with use_dropout_keys(dropout_keys(seed, step, index)):
             states, _ = self.clip.text.states(seen)
         logits = self.language(states[masked])
         return global_mean(

@@ -15,7 +15,7 @@ from unisono_models.clip.config import (
 )
 from unisono_models.clip.data.augment import AugmentConfig
 from unisono_models.training.config import CheckpointConfig, ParallelConfig, RunConfig
-from unisono_models.training.recipes import Recipes
+from unisono_models.training.config.recipes import Recipes
 
 RECIPES: Recipes[Config] = Recipes("clip", Config)
 

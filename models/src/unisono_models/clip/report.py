@@ -23,10 +23,10 @@ from unisono_models.clip.evaluate import Encoder, pixel_floor
 from unisono_models.clip.gallery import Gallery, Hit
 from unisono_models.clip.loss import Learner
 from unisono_models.clip.model import Clip
-from unisono_models.training.report import Picture, write_report
-from unisono_models.training.run_directory import RunDirectory
-from unisono_models.training.skipped import Skipped
-from unisono_models.training.talk import together
+from unisono_models.datasets.skip_report import SkipReport
+from unisono_models.training.distributed.object_collectives import raise_together
+from unisono_models.training.run.report import ReportImage, write_report
+from unisono_models.training.run.run_directory import RunDirectory
 
 PICTURE = 96  # pixels; most drawings have 72, which is as far as they go without looking soft
 _PADDING, _GAP, _MARGIN, _LEFT = 14, 12, 36, 268
@@ -189,7 +189,7 @@ def conclude(
     encoder: Encoder,
     source: Source,
     figures: Mapping[str, float],
-    skipped: Skipped,
+    skipped: SkipReport,
 ) -> None:
     """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
     ranks, is_emoji = encoder.ranks, config.data.source == "emoji"
@@ -199,7 +199,7 @@ def conclude(
     broken = skipped.report()
     features = encoder.all_pictures(emoji_pairs()).float().cpu() if is_emoji else None
     pictures = []
-    with together("conclude"):
+    with raise_together("conclude"):
         if ranks.first:
             clip = _whole(learner, weights)
             clip.save_pretrained(run.export)
@@ -207,7 +207,7 @@ def conclude(
                 path = run.samples / "search.png"
                 gallery = Gallery.from_emoji(clip, cache=run.path / "gallery.safetensors", features=features)
                 draw_searches(gallery, QUERIES, path)
-                pictures.append(Picture(path, "Typed words, and the emoji that the model finds for them"))
+                pictures.append(ReportImage(path, "Typed words, and the emoji that the model finds for them"))
     rows = table_rows({**figures, **floor})
     write_report(
         run,

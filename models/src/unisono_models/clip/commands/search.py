@@ -19,7 +19,7 @@ from unisono_models.clip.data.images import decode_image, read_file
 from unisono_models.clip.data.pairs import printable
 from unisono_models.clip.gallery import Gallery, Hit, RunError, open_gallery
 from unisono_models.clip.report import Row, draw_results, make_row
-from unisono_models.emoji.concepts import Vendor
+from unisono_models.datasets.emoji.concepts import Vendor
 
 PROG = "python -m unisono_models.clip.commands.search"
 

@@ -25,7 +25,7 @@ from unisono_models.clip.data.pairs import (
     printable,
     skip,
 )
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import SkippedSample
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "image_path", "path", "file")
 CAPTION_COLUMNS = ("caption", "text", "title")
@@ -92,7 +92,7 @@ class TablePairs:
             except (OSError, ValueError):
                 yield "", "", ""
 
-    def _records(self, indices: NDArray[np.int64]) -> Iterator[Record | Skip]:
+    def _records(self, indices: NDArray[np.int64]) -> Iterator[Record | SkippedSample]:
         for index in indices.tolist():
             table, row = self._place(index)
             try:

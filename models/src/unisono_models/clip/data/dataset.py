@@ -11,11 +11,11 @@ from unisono_models.clip.config import DataConfig
 from unisono_models.clip.data.emoji import emoji_splits
 from unisono_models.clip.data.files import open_pairs, split_pairs
 from unisono_models.clip.data.pairs import CaptionedPairs, Pairs
-from unisono_models.emoji.concepts import ART, list_emoji
-from unisono_models.emoji.drawings import load_drawings
-from unisono_models.emoji.groups import GROUPS
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import together
+from unisono_models.datasets.emoji.concepts import ARTISTS, list_emoji
+from unisono_models.datasets.emoji.groups import GROUPS
+from unisono_models.datasets.emoji.images import load_emoji_images
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import raise_together
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,17 @@ def open_source(config: DataConfig, *, size: int, seed: int, ranks: Ranks) -> So
 
 
 def _open_emoji(config: DataConfig, size: int, ranks: Ranks) -> Source:
-    with together("open_source"):
+    with raise_together("open_source"):
         if ranks.local_rank == 0:
-            load_drawings(size)
-    with together("open_source"):
+            load_emoji_images(size)
+    with raise_together("open_source"):
         splits = emoji_splits(config.split, languages=config.languages, words=config.words)
-        load_drawings(size)
+        load_emoji_images(size)
     classes = {concept.id: GROUPS.index(concept.group) for concept in list_emoji()[0]}
     tests = {name: TestSet(test.pairs, test.queries, GROUPS, classes) for name, test in splits.tests.items()}
     captions = [caption for _, caption in splits.train.rows]
     weights = None
     if config.toned < 1:
         weights = [config.toned if splits.train.concept(row).toned else 1.0 for row in range(len(splits.train))]
-    notes = tuple(f"{art.name}, {art.licence}, {art.source}" for art in ART.values())
+    notes = tuple(f"{art.name}, {art.licence}, {art.source}" for art in ARTISTS.values())
     return Source(splits.train, captions, True, tests, weights, notes)

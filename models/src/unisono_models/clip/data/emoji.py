@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.emoji.concepts import VENDORS, Concept, Drawing, Vendor, list_captions, list_emoji
-from unisono_models.emoji.drawings import load_drawings
+from unisono_models.datasets.emoji.concepts import VENDORS, Concept, EmojiImage, Vendor, list_captions, list_emoji
+from unisono_models.datasets.emoji.images import load_emoji_images
 
 Words = Literal["names", "names and aliases"]
 
@@ -41,7 +41,7 @@ class EmojiPairs:
         numbers = torch.tensor([number for number, _ in rows], dtype=torch.int64)
         drawings = list_emoji()[1]
         concepts = torch.tensor([drawings[number].concept for number, _ in rows], dtype=torch.int64)
-        pixels = load_drawings(size, cache=self.cache)
+        pixels = load_emoji_images(size, cache=self.cache)
         return PairBatch(images=pixels[numbers], captions=[text for _, text in rows], concepts=concepts, index=numbers)
 
     def captions(self, indices: Sequence[int]) -> list[str]:
@@ -59,11 +59,11 @@ class EmojiPairs:
         concepts, drawings = list_emoji()
         return concepts[drawings[self.rows[row][0]].concept]
 
-    def drawing(self, row: int) -> Drawing:
+    def drawing(self, row: int) -> EmojiImage:
         """Who drew it."""
         return list_emoji()[1][self.rows[row][0]]
 
-    def where(self, keep: Callable[[Concept, Drawing], bool]) -> EmojiPairs:
+    def where(self, keep: Callable[[Concept, EmojiImage], bool]) -> EmojiPairs:
         """The rows that `keep` says yes to.
 
         Example:
@@ -131,12 +131,12 @@ def emoji_splits(
     complete, drawn_by_noto = {c for c, count in _counts().items() if count == len(VENDORS)}, _ids("noto")
     names = emoji_pairs(cache=cache)
 
-    def is_trained(concept: Concept, drawing: Drawing) -> bool:
+    def is_trained(concept: Concept, drawing: EmojiImage) -> bool:
         if is_unseen(concept) or (held_out == "vendor" and drawing.vendor == "openmoji"):
             return False
         return held_out == "vendor" or concept.id not in complete or drawing.vendor != hidden(concept)
 
-    def is_tested(concept: Concept, _: Drawing) -> bool:
+    def is_tested(concept: Concept, _: EmojiImage) -> bool:
         return concept.id in complete and not concept.toned and not is_unseen(concept)
 
     known = names.where(is_tested)

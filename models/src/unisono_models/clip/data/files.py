@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 
 from unisono.collectives import all_gather
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono_models.clip.data.csv_pairs import TablePairs
 from unisono_models.clip.data.pairs import CaptionedPairs, PairBatch, check_indices
 from unisono_models.clip.data.parquet_pairs import ParquetPairs
 from unisono_models.clip.data.tar_pairs import open_tars
-from unisono_models.training import file_patterns
-from unisono_models.training.file_patterns import Spec, check_alike, expand_braces
+from unisono_models.datasets import file_patterns
+from unisono_models.datasets.file_patterns import Spec, check_same_files, expand_braces
+from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.randomness import uniform
-from unisono_models.training.talk import together
 
 __all__ = ["Spec", "expand_braces", "find_files", "open_pairs"]
 
@@ -55,17 +55,17 @@ def open_pairs(
         pairs = open_pairs("/data/cc3m/{00000..00331}.tar")
         train, held_out = split_pairs(pairs, 0.01, seed=0)
     """
-    with together("open_pairs"):
+    with raise_together("open_pairs"):
         kind, paths = find_files(source)
-    check_alike(paths, source=source, what="open_pairs")
+    check_same_files(paths, source=source, what="open_pairs")
     pairs: CaptionedPairs
     if kind == "tar":
         pairs = open_tars(paths, caption=caption, concept=concept, cache=cache)
     else:
         reader = ParquetPairs if kind == "parquet" else TablePairs
-        with together("open_pairs"):
+        with raise_together("open_pairs"):
             pairs = reader(paths, image=image, caption=caption, concept=concept, root=root)
-    if pairs.notes and resolve(None).rank == 0:
+    if pairs.notes and resolve_group(None).rank == 0:
         more = f"\n  and {len(pairs.notes) - 5} more" if len(pairs.notes) > 5 else ""
         warnings.warn(f"open_pairs: {source}:\n  " + "\n  ".join(pairs.notes[:5]) + more, stacklevel=2)
     return pairs
@@ -129,10 +129,10 @@ def split_pairs(pairs: CaptionedPairs, fraction: float, seed: int) -> tuple[Some
     """
     if not 0 < fraction < 1:
         raise ValueError(f"split_pairs: fraction={fraction} must lie between 0 and 1")
-    ranks = resolve(None)
+    ranks = resolve_group(None)
     first, last = (len(pairs) * r // ranks.size for r in (ranks.rank, ranks.rank + 1))
     held = torch.empty(last - first, dtype=torch.uint8)
-    with together("split_pairs: reading the captions"):
+    with raise_together("split_pairs: reading the captions"):
         for start in range(first, last, _CHUNK):
             stop = min(start + _CHUNK, last)
             concepts = torch.from_numpy(pairs.concepts(range(start, stop)))

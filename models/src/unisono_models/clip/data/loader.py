@@ -18,7 +18,7 @@ from unisono_models.clip.data.augment import AugmentConfig, augment
 from unisono_models.clip.data.files import SomePairs
 from unisono_models.clip.data.pairs import PairBatch, Pairs
 from unisono_models.clip.model.feature_cache import PictureFeatures
-from unisono_models.training.randomness import key_of
+from unisono_models.training.randomness import derive_seed
 
 
 def load_steps(
@@ -159,5 +159,5 @@ class Batches:
     def _view(self, images: Tensor, index: Tensor, epoch: int, *, first: bool) -> Tensor:
         if self.pictures is not None:
             return self.pictures(index, epoch if first else epoch + 1)
-        seed = key_of(self.seed, "view", 0 if first else 1)
+        seed = derive_seed(self.seed, "view", 0 if first else 1)
         return augment(images, seed=seed, epoch=epoch, index=index, config=self.augmentation).to(self.dtype)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unisono_models.clip.data.images import BrokenImageError, decode_image
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import SkippedSample
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,7 @@ class PairBatch:
     """int64, (n,): pairs with the same number show the same thing, and are no negatives of each other."""
     index: Tensor
     """int64, (n,): the place in the whole data set, which randomness goes by."""
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
     """Those left out. They travel with the batch, so that they are counted whichever process has read it."""
 
     def __len__(self) -> int:
@@ -76,11 +76,11 @@ class Record:
     concept: int
 
 
-def make_batch(rows: Iterable[Record | Skip], size: int, *, name_of: Callable[[int], str]) -> PairBatch:
+def make_batch(rows: Iterable[Record | SkippedSample], size: int, *, name_of: Callable[[int], str]) -> PairBatch:
     """The rows that have a caption and a picture that decodes, in their order; the others in `skipped`, by name."""
     images, captions, concepts, index, skipped = [], [], [], [], []
     for row in rows:
-        if isinstance(row, Skip):
+        if isinstance(row, SkippedSample):
             skipped.append(row)
         elif not row.caption:
             skipped.append(skip(row.index, name_of(row.index), "empty caption"))
@@ -102,9 +102,9 @@ def make_batch(rows: Iterable[Record | Skip], size: int, *, name_of: Callable[[i
     )
 
 
-def skip(index: int, name: str, reason: str, error: object = "") -> Skip:
+def skip(index: int, name: str, reason: str, error: object = "") -> SkippedSample:
     """A Skip whose texts are fit for a terminal and a log, whatever the data put into them."""
-    return Skip(int(index), printable(name), reason, printable(error))
+    return SkippedSample(int(index), printable(name), reason, printable(error))
 
 
 def printable(text: object, length: int = 160) -> str:

@@ -22,8 +22,8 @@ from unisono_models.clip.data.pairs import (
     printable,
     skip,
 )
-from unisono_models.training.parquet_file import open_parquet
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.parquet import open_parquet
+from unisono_models.datasets.skip_report import SkippedSample
 
 _CACHE_BYTES = 256 * 2**20
 _OPEN_FILES = 16
@@ -87,7 +87,7 @@ class ParquetPairs:
     def read(self, indices: Sequence[int], size: int) -> PairBatch:
         """The pairs at `indices`, pictures of `size` pixels square."""
         found = check_indices(indices, len(self))
-        records: dict[int, Record | Skip] = {}
+        records: dict[int, Record | SkippedSample] = {}
         for where, index, row in self._rows(found, pictures=True):
             broken = isinstance(row, Exception)
             records[where] = skip(index, self._name(index), "broken row", row) if broken else self._record(index, row)
@@ -135,7 +135,7 @@ class ParquetPairs:
         self._cache.move_to_end(key)
         return self._cache[key][1]
 
-    def _record(self, index: int, row: Sequence[Any]) -> Record | Skip:
+    def _record(self, index: int, row: Sequence[Any]) -> Record | SkippedSample:
         caption, image = _caption(row[0]), row[2]
         data, path = (image.get("bytes"), image.get("path")) if isinstance(image, dict) else (image, None)
         if caption and data is None:

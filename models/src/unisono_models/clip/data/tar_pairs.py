@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unisono.collectives import all_gather
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono_models.clip.data.images import MAX_BYTES
 from unisono_models.clip.data.pairs import (
     PairBatch,
@@ -38,8 +38,8 @@ from unisono_models.clip.data.pairs import (
     printable,
     skip,
 )
-from unisono_models.training.skipped import Skip
-from unisono_models.training.talk import hear, together
+from unisono_models.datasets.skip_report import SkippedSample
+from unisono_models.training.distributed.object_collectives import all_gather_object, raise_together
 
 PICTURES = ("jpg", "jpeg", "png", "webp")
 COLUMNS = 6
@@ -252,7 +252,7 @@ class TarPairs:
         concepts: NDArray[np.int64] = self._rows[check_indices(indices, len(self)), COLUMNS - 1]
         return concepts
 
-    def _records(self, indices: NDArray[np.int64]) -> Iterator[Record | Skip]:
+    def _records(self, indices: NDArray[np.int64]) -> Iterator[Record | SkippedSample]:
         for index in indices.tolist():
             offset, size, *_, concept = self._rows[index].tolist()
             try:
@@ -339,17 +339,17 @@ def open_tars(
     Raises: ValueError if there is no pair at all.
     """
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unisono"
-    fields, ranks = TextFields(caption, concept), resolve(None)
-    with together("open_tars"):
+    fields, ranks = TextFields(caption, concept), resolve_group(None)
+    with raise_together("open_tars"):
         kept = folder / f"tars-{fingerprint(list(paths), fields)}.safetensors"
         found = load_index(kept)
-    if not all(hear(found is not None)):
+    if not all(all_gather_object(found is not None)):
         first, last = (len(paths) * r // ranks.size for r in (ranks.rank, ranks.rank + 1))
-        with together("open_tars: indexing"):
+        with raise_together("open_tars: indexing"):
             mine = [index_cached(path, fields, folder) for path in paths[first:last]]
         gathered = _gather(mine, [path.name for path in paths[first:last]])
-        places = hear([socket.gethostname(), str(kept)])
-        with together("open_tars: keeping the index"):
+        places = all_gather_object([socket.gethostname(), str(kept)])
+        with raise_together("open_tars: keeping the index"):
             if places.index(places[ranks.rank]) == ranks.rank:  # the first of its host
                 save_index(kept, *gathered)
         # Mapped from the file if it could be written, so that the ranks of a host have it in memory once.
@@ -368,4 +368,4 @@ def _gather(mine: Sequence[tuple[NDArray[np.int64], list[str]]], names: Sequence
     counts = all_gather(torch.tensor([len(part) for part in arrays], dtype=torch.int64))
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     notes = [f"{name}: {note}" for name, (_, found) in zip(names, mine, strict=True) for note in found]
-    return rows, starts, [note for part in hear(notes) for note in part]
+    return rows, starts, [note for part in all_gather_object(notes) for note in part]

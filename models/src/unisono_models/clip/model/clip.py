@@ -21,8 +21,8 @@ from unisono_models.clip.config import ClipConfig
 from unisono_models.clip.data.images import fit_picture
 from unisono_models.clip.model.tokenizer import CaptionTokenizer
 from unisono_models.clip.model.towers import ImageTower, TextTower
-from unisono_models.training.config_json import config_from_json, config_to_json, read_json
-from unisono_models.training.dropout import own_dropout
+from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
+from unisono_models.training.randomness import replace_dropout
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
@@ -41,7 +41,7 @@ class Clip(nn.Module):
         self.config, self.tokenizer = config, tokenizer
         self.image = ImageTower(config.image, config.width)
         self.text = TextTower(config.text, config.width, vocabulary=tokenizer.vocabulary)
-        own_dropout(self)  # once for both towers: a layer's masks go by its full name
+        replace_dropout(self)  # once for both towers: a layer's masks go by its full name
         self.scale, self.bias = 1.0, 0.0  # of the logits, as learned: set when the model is exported
 
     @torch.inference_mode()

@@ -14,10 +14,10 @@ from unisono_models.clip.data.pairs import Pairs
 from unisono_models.clip.evaluate import prompts_for
 from unisono_models.clip.model import Clip
 from unisono_models.clip.model.towers import ImageTower, TextTower
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.progress import watched
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import raise_together
+from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.run.log import show_progress
 
 ROWS = 64  # in a forward. Fixed, and whole ones go to ranks: how many ranks there are changes no bit of a feature
 
@@ -36,7 +36,7 @@ class CaptionFeatures:
     which features are standardized. `others`: to be known besides.
     """
 
-    def __init__(self, clip: Clip, trained: Sequence[str], others: Sequence[str], ranks: Ranks, heartbeat: Heartbeat) -> None:
+    def __init__(self, clip: Clip, trained: Sequence[str], others: Sequence[str], ranks: Ranks, heartbeat: Watchdog) -> None:
         self.clip, self.device = clip, ranks.device
         known = sorted({*trained, *others}, key=lambda text: (len(text), text))  # alike in length: little padding
         self.places = {text: place for place, text in enumerate(known)}
@@ -67,7 +67,7 @@ class PictureFeatures:
     """
 
     def __init__(
-        self, clip: Clip, pairs: Pairs, augmentation: AugmentConfig, seed: int, ranks: Ranks, heartbeat: Heartbeat
+        self, clip: Clip, pairs: Pairs, augmentation: AugmentConfig, seed: int, ranks: Ranks, heartbeat: Watchdog
     ) -> None:
         size, self.views = clip.config.image.size, clip.config.image.views
         dtype = next(clip.parameters()).dtype
@@ -105,16 +105,16 @@ def _encode_together(
     encode: Callable[[int], tuple[Tensor, Tensor]],
     tower: ImageTower | TextTower,
     ranks: Ranks,
-    heartbeat: Heartbeat,
+    heartbeat: Watchdog,
 ) -> tuple[Tensor, Tensor]:
     """What `encode` gives for each of `parts` parts, features and keys, on every rank, in the order of the parts.
 
     Each rank encodes some of them.
     """
     mine = range(ranks.rank, parts, ranks.size)
-    with together(f"features of {what}"):
+    with raise_together(f"features of {what}"):
         found = []
-        for part in watched(mine, f"features of {what}, {ROWS} at a time", aloud=ranks.first):
+        for part in show_progress(mine, f"features of {what}, {ROWS} at a time", aloud=ranks.first):
             found.append(encode(part))
             heartbeat.beat()
     none = torch.zeros(0, tower.features, dtype=next(tower.parameters()).dtype, device=ranks.device)

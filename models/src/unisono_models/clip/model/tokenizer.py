@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from unisono_models.clip.config import TextConfig
-from unisono_models.training.disk import replace_file
-from unisono_models.training.package_files import text_folder
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import tell, together
+from unisono_models.datasets.package_files import find_transformers_folder
+from unisono_models.training.checkpoint.atomic_file import atomic_write
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import broadcast_object, raise_together
 
 
 class CaptionTokenizer:
@@ -76,7 +76,7 @@ def make_tokenizer(config: TextConfig, captions: Iterable[str]) -> CaptionTokeni
             raise ValueError("text.tokenizer=model needs a text.model to take it from")
         from transformers import AutoTokenizer
 
-        theirs = AutoTokenizer.from_pretrained(text_folder(config.model))
+        theirs = AutoTokenizer.from_pretrained(find_transformers_folder(config.model))
         if set(theirs.get_vocab()) <= set(theirs.all_special_tokens):  # what transformers gives if there is none
             raise ValueError(f"text.model {config.model}: no tokenizer comes with it; say text.tokenizer=captions")
         return CaptionTokenizer(theirs.backend_tokenizer, tokens=config.tokens)
@@ -107,9 +107,9 @@ def shared_tokenizer(config: TextConfig, captions: Iterable[str], path: Path, ra
     `captions` are looked at by rank 0 alone, and only where a tokenizer is to be trained.
     """
     text = ""
-    with together("shared_tokenizer"):
+    with raise_together("shared_tokenizer"):
         if ranks.first:
             if not path.exists():
-                replace_file(path, make_tokenizer(config, captions).to_json())
+                atomic_write(path, make_tokenizer(config, captions).to_json())
             text = path.read_text(encoding="utf-8")
-    return CaptionTokenizer.from_json(tell(text), tokens=config.tokens)
+    return CaptionTokenizer.from_json(broadcast_object(text), tokens=config.tokens)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 from unisono_models.clip.config import ImageConfig, TextConfig
-from unisono_models.training.dropout import dropout_for, dropout_rows, own_dropout
-from unisono_models.training.package_files import locate, text_folder
+from unisono_models.datasets.package_files import find_transformers_folder, locate_package
+from unisono_models.training.randomness import dropout_keys, replace_dropout, use_dropout_keys
 
 
 def load_in_order(model: nn.Module, name: str) -> None:
@@ -24,7 +24,7 @@ def load_in_order(model: nn.Module, name: str) -> None:
 
     The number of tensors and every shape must agree. Nothing in the file is executed.
     """
-    files = sorted(x for x in Path(locate(name)).rglob("*") if x.suffix in (".pth", ".safetensors"))
+    files = sorted(x for x in Path(locate_package(name)).rglob("*") if x.suffix in (".pth", ".safetensors"))
     if len(files) != 1:
         raise FileNotFoundError(f"{name}: expected one file of weights in the package, found {[x.name for x in files]}")
     if files[0].suffix == ".pth":
@@ -198,7 +198,7 @@ def make_head(features: int, hidden: int, width: int, dropout: float) -> nn.Sequ
 
 def _text_trunk(config: TextConfig, vocabulary: int) -> Any:
     if config.model:
-        settings = transformers.AutoConfig.from_pretrained(text_folder(config.model))
+        settings = transformers.AutoConfig.from_pretrained(find_transformers_folder(config.model))
     elif "model_type" in config.config:
         fields: dict[str, Any] = {"vocab_size": vocabulary} | config.config
         settings = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -209,7 +209,7 @@ def _text_trunk(config: TextConfig, vocabulary: int) -> Any:
         if "drop" in name and ("attention" in name or "attn" in name):
             setattr(settings, name, 0.0)  # it is drawn inside a fused function, where no mask of ours reaches
     if config.model:
-        return transformers.AutoModel.from_pretrained(text_folder(config.model), config=settings)
+        return transformers.AutoModel.from_pretrained(find_transformers_folder(config.model), config=settings)
     return transformers.AutoModel.from_config(settings)  # type: ignore[no-untyped-call]
 
 
@@ -278,9 +278,9 @@ def _check_randomness(tower: ImageTower | TextTower, rows: Tensor, what: str) ->
     first = next(tower.parameters())
     if tower.frozen or first.device.type != "cpu" or type(first) is not nn.Parameter:  # meta and fake tensors draw nothing
         return
-    tried = own_dropout(deepcopy(tower, {id(parameter): parameter for parameter in tower.parameters()})).train()
-    samples = dropout_rows(0, 0, torch.arange(len(rows)))
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), dropout_for(samples):
+    tried = replace_dropout(deepcopy(tower, {id(parameter): parameter for parameter in tower.parameters()})).train()
+    samples = dropout_keys(0, 0, torch.arange(len(rows)))
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), use_dropout_keys(samples):
         before = torch.get_rng_state()
         tried(rows)
         drawn = not torch.equal(torch.get_rng_state(), before)
