@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono.embedding.lookup.engine import LookupEngine, Prefetcher
 from unisono.embedding.lookup.storage import GradReduce, Options, copy_with_storage
 from unisono.embedding.optimizers import FusedOptimizer, Rule
@@ -69,7 +69,7 @@ class EmbeddingCollection(nn.Module):
     ) -> None:
         super().__init__()
         function = type(self).__name__
-        ranks = resolve(group)
+        ranks = resolve_group(group)
         features = [feature for table in tables for feature in table.features]
         if len({table.name for table in tables}) < len(tables) or len(set(features)) < len(features):
             names = [table.name for table in tables]

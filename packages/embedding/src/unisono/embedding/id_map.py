@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group, all_gather, all_reduce, all_to_all_single
-from unisono.collectives.checking import describe
-from unisono.collectives.groups import Ranks, process_group, resolve
-from unisono.collectives.sizes import exchange
-from unisono.collectives.tracing import untraced
+from unisono.collectives.autograd import disable_compile
+from unisono.collectives.checks import describe
+from unisono.collectives.groups import GroupRanks, process_group, resolve_group
+from unisono.collectives.sizes import all_gather_metadata
 from unisono.embedding.hashing import splitmix64
 
 Eviction = Literal["least_recent", "least_frequent"]
@@ -97,15 +97,15 @@ class IdMap(nn.Module):
         if self.shards * self._slots.width > _MOST_SLOTS:
             raise ValueError(f"IdMap: {capacity=} with candidates={self.candidates} is more than {_MOST_SLOTS} together")
 
-    @untraced
+    @disable_compile
     def forward(self, ids: Tensor) -> Tensor:
-        ranks = resolve(self.group)
+        ranks = resolve_group(self.group)
         error = self._input_error(ids) or self._hold_shards(ranks)
         mine = _deduplicate(torch.empty(0, dtype=torch.int64) if error else ids.reshape(-1).to(torch.int64))
         owners = _divide_range(mine.hashes, self.shards) // self._shards_per_rank(ranks)
         send = owners.bincount(minlength=ranks.size).tolist()
         same = f"{self.extra_repr()}, training={self.training}, call {self._calls}"
-        table = exchange("IdMap", ids if error else mine.ids, 0, ranks, extra=send, same=same, problem=error)
+        table = all_gather_metadata("IdMap", ids if error else mine.ids, 0, ranks, extra=send, same=same, problem=error)
         receive = [row[2 + ranks.rank] for row in table]
 
         theirs = mine
@@ -128,7 +128,7 @@ class IdMap(nn.Module):
                 self.reassigned = all_gather(self.reassigned, group=self.group)
         return rows.index_select(0, mine.inverse).view(ids.shape)
 
-    @untraced
+    @disable_compile
     def count(self) -> int:
         """Count the ids that have a row, over all ranks. All ranks call."""
         self._hold_shards_or_raise()
@@ -195,11 +195,11 @@ class IdMap(nn.Module):
         device = self.reassigned.device
         return _Slots(run, shards=self.shards, rows=self.capacity - 1, candidates=self.candidates, device=device)
 
-    def _shards_per_rank(self, ranks: Ranks) -> int:
+    def _shards_per_rank(self, ranks: GroupRanks) -> int:
         """The last ranks may have fewer, as in a DTensor."""
         return -(-self.shards // ranks.size)
 
-    def _hold_shards(self, ranks: Ranks) -> str:
+    def _hold_shards(self, ranks: GroupRanks) -> str:
         """Make room for this rank's shards, now that the ranks are known; or say what is wrong."""
         count = self._shards_per_rank(ranks)
         run = range(self.shards)[ranks.rank * count :][:count]
@@ -215,14 +215,14 @@ class IdMap(nn.Module):
                     x.copy_(before.stored[name][run.start : run.stop])
         return ""
 
-    def _hold_shards_or_raise(self) -> Ranks:
-        ranks = resolve(self.group)
+    def _hold_shards_or_raise(self) -> GroupRanks:
+        ranks = resolve_group(self.group)
         if error := self._hold_shards(ranks):
             raise ValueError(f"IdMap: {error}")
         return ranks
 
 
-def _take_shards(x: Any, run: range, ranks: Ranks) -> Tensor:
+def _take_shards(x: Any, run: range, ranks: GroupRanks) -> Tensor:
     """The shards `run` of a whole tensor or a DTensor, which is gathered if it is divided in another way."""
     if hasattr(x, "to_local"):
         from torch.distributed.tensor import Shard

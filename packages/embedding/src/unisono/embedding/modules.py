@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group
-from unisono.collectives.agreement import agree
+from unisono.collectives.checks import validate_across_ranks
 from unisono.embedding.lookup.engine import LookupEngine
 from unisono.embedding.lookup.storage import GradReduce, Options, copy_with_storage
 from unisono.embedding.optimizers import FusedOptimizer, Rule
@@ -67,7 +67,7 @@ class _OneTableModule(ShardedTable):
         function = f"{type(self).__name__}.from_dense"
         weight = module.weight.detach()
         total = 0.0 if weight.is_meta else float(weight.sum(dtype=torch.float64))
-        agree(
+        validate_across_ranks(
             function,
             self.ranks,
             same=(tuple(weight.shape), total),

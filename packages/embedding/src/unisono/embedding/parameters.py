@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.collectives import all_gather
-from unisono.collectives.groups import Ranks, group_of, process_group, simulated
+from unisono.collectives.groups import GroupRanks, as_group, is_fake_group, process_group
 from unisono.embedding.sharding.layouts import Box, Layout
 from unisono.embedding.table import Table
 
@@ -67,7 +67,7 @@ class ShardedTable(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(self, table: Table, layout: Layout, ranks: Ranks, *, plain: bool) -> None:
+    def __init__(self, table: Table, layout: Layout, ranks: GroupRanks, *, plain: bool) -> None:
         super().__init__()
         self.table = table
         self.layout = layout
@@ -122,7 +122,7 @@ class ShardedTable(nn.Module):
         rows, dim = self.table.rows, self.table.dim
         boxes = [self.layout.box(rank=rank, rows=rows, dim=dim) for rank in range(self.ranks.size)]
         sizes = [box.shape[0] * box.shape[1] for box in boxes]
-        parts = all_gather(shard.reshape(-1), sizes=sizes, group=group_of(self.ranks)).split_with_sizes(sizes)
+        parts = all_gather(shard.reshape(-1), sizes=sizes, group=as_group(self.ranks)).split_with_sizes(sizes)
         full = shard.new_empty((rows, dim))
         for box, part in zip(boxes, parts, strict=True):
             full[box.row : box.row_end, box.column : box.column_end] = part.view(box.shape)
@@ -190,7 +190,7 @@ class ShardedTable(nn.Module):
         own.copy_(rows[:, box.column : box.column_end] if own.ndim == 2 else rows)
 
 
-def _as_dtensor(local: Tensor, layout: Layout, ranks: Ranks, shape: tuple[int, ...], *, connected: bool) -> DTensor:
+def _as_dtensor(local: Tensor, layout: Layout, ranks: GroupRanks, shape: tuple[int, ...], *, connected: bool) -> DTensor:
     """Make `local` a part of a DTensor of `shape`: (rows, dim), or (rows,) for states with one number for each row.
 
     `connected`: whether operations on it may communicate. Without it no process groups have to be made.
@@ -203,15 +203,15 @@ def _as_dtensor(local: Tensor, layout: Layout, ranks: Ranks, shape: tuple[int, .
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _gather_dtensor(given: DTensor, ranks: Ranks) -> Tensor:
+def _gather_dtensor(given: DTensor, ranks: GroupRanks) -> Tensor:
     """Gather a DTensor that lies on some of `ranks` on all of them. Its mesh needs no groups. All ranks call."""
     shape, offset = compute_local_shape_and_global_offset(given.shape, given.device_mesh, given.placements)
     local = given.to_local()
     here = local.numel() > 0
     box = [*(offset if here else [0] * given.ndim), *(shape if here else [0] * given.ndim)]
-    boxes = all_gather(torch.tensor([box], device=local.device), sizes=[1] * ranks.size, group=group_of(ranks)).tolist()
+    boxes = all_gather(torch.tensor([box], device=local.device), sizes=[1] * ranks.size, group=as_group(ranks)).tolist()
     sizes = [math.prod(row[given.ndim :]) for row in boxes]
-    parts = all_gather(local.reshape(-1), sizes=sizes, group=group_of(ranks)).split_with_sizes(sizes)
+    parts = all_gather(local.reshape(-1), sizes=sizes, group=as_group(ranks)).split_with_sizes(sizes)
     full = local.new_empty(given.shape)
     for row, part in zip(boxes, parts, strict=True):
         starts, lengths = row[: given.ndim], row[given.ndim :]
@@ -219,7 +219,7 @@ def _gather_dtensor(given: DTensor, ranks: Ranks) -> Tensor:
     return full
 
 
-def _mesh_of(layout: Layout, ranks: Ranks, device_type: str, *, connected: bool) -> DeviceMesh:
+def _mesh_of(layout: Layout, ranks: GroupRanks, device_type: str, *, connected: bool) -> DeviceMesh:
     pg = process_group(ranks)
     device_type = "cpu" if device_type == "meta" else device_type
     key = (device_type, connected, layout.owners)
@@ -241,7 +241,7 @@ def _make_mesh(owners: tuple[int, ...], pg: ProcessGroup, device_type: str, conn
     members = dist.get_process_group_ranks(pg)
     mesh_ranks = [members[rank] for rank in owners]
     mesh = DeviceMesh(device_type, torch.tensor(mesh_ranks, device="cpu"), mesh_dim_names=("shards",), _init_backend=False)
-    if not connected or pg is not dist.group.WORLD or simulated(pg):
+    if not connected or pg is not dist.group.WORLD or is_fake_group(pg):
         return mesh
     made = dist.new_group(mesh_ranks, sort_ranks=False)
     if isinstance(made, ProcessGroup):

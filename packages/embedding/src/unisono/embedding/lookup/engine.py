@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from unisono.collectives import Group
-from unisono.collectives.agreement import MismatchError, agree
-from unisono.collectives.groups import Ranks, process_group, resolve
-from unisono.collectives.tracing import untraced
+from unisono.collectives.autograd import disable_compile
+from unisono.collectives.checks import MismatchError, validate_across_ranks
+from unisono.collectives.groups import GroupRanks, process_group, resolve_group
 from unisono.embedding.lookup.input_dist import IncomingRequest, input_dist
 from unisono.embedding.lookup.lookup import lookup
 from unisono.embedding.lookup.output_dist import Pooling, output_dist, plan_pooling
@@ -45,14 +45,14 @@ class LookupEngine:
         """For each feature its pooled rows, or, without mode, a row for each id."""
         return self.finish(self.start(inputs, self.storage.ranks, error))
 
-    @untraced
-    def start(self, inputs: Mapping[str, Ragged], ranks: Ranks, error: str = "") -> DistributedInput:
+    @disable_compile
+    def start(self, inputs: Mapping[str, Ragged], ranks: GroupRanks, error: str = "") -> DistributedInput:
         """Do all that does not need the last values of the tables. `ranks`: those of the storage, perhaps by another group."""
         outgoing, incoming = input_dist(self.storage, inputs, ranks, error)
         modes = [table.mode for table in self.storage.tables]
         return DistributedInput(incoming, [plan_pooling(request, modes) for request in outgoing])
 
-    @untraced
+    @disable_compile
     def finish(self, inputs: DistributedInput) -> dict[str, Tensor]:
         rows = lookup(self.storage, inputs.incoming)
         return output_dist(self.storage, rows, inputs.incoming, inputs.poolings)
@@ -68,7 +68,7 @@ class Prefetcher:
             members = dist.get_process_group_ranks(process_group(self.ranks))
             made = dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size())
             assert isinstance(made, ProcessGroup)
-            self.ranks = resolve(made)
+            self.ranks = resolve_group(made)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="unisono-prefetch")
         weakref.finalize(self, self.pool.shutdown, wait=False)
         self.started: tuple[Mapping[str, Any], Future[DistributedInput]] | None = None
@@ -95,7 +95,7 @@ class Prefetcher:
         started_features, future = self.started
         storage = self.engine.storage
         try:
-            table = agree(
+            table = validate_across_ranks(
                 f"{storage.options.function}.prefetch",
                 storage.ranks,
                 same="forward after prefetch",

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import MismatchError, all_to_all_single
-from unisono.collectives.agreement import agree
-from unisono.collectives.groups import Ranks, group_of, process_group, simulated, small_message_device
+from unisono.collectives.checks import validate_across_ranks
+from unisono.collectives.groups import GroupRanks, as_group, is_fake_group, process_group, small_message_device
 from unisono.embedding.lookup.kernels import Groups, group_equal
 from unisono.embedding.lookup.storage import ShardStorage
 from unisono.embedding.ragged import Ragged, ragged_error
@@ -103,7 +103,7 @@ class IncomingRequest:
 
 
 def input_dist(
-    storage: ShardStorage, inputs: Mapping[str, Ragged], ranks: Ranks, error: str = ""
+    storage: ShardStorage, inputs: Mapping[str, Ragged], ranks: GroupRanks, error: str = ""
 ) -> tuple[list[OutgoingRequest], list[IncomingRequest]]:
     """Request the rows of `inputs` from their owners: for each table group, what goes out and what comes in.
 
@@ -239,14 +239,14 @@ def _number_error(inputs: Sequence[tuple[str, Table, Ragged]]) -> str:
 
 
 def _exchange_counts(
-    function: str, outgoing: Sequence[OutgoingRequest], ranks: Ranks, *, same: str, error: str, device: torch.device
+    function: str, outgoing: Sequence[OutgoingRequest], ranks: GroupRanks, *, same: str, error: str, device: torch.device
 ) -> list[list[int]]:
     """Return three counts for each rank and table group: what it requests here. All ranks raise if any has an error."""
     own = [] if error else [_counts_for(outgoing, rank, ranks) for rank in range(ranks.size)]
     width = 3 * len(outgoing)
     few = ranks.size <= _FEW
     try:
-        table = agree(
+        table = validate_across_ranks(
             function,
             ranks,
             same=(function, same),
@@ -262,18 +262,18 @@ def _exchange_counts(
         return own
     if few:
         return [row[ranks.rank * width : (ranks.rank + 1) * width] for row in table]
-    if simulated(process_group(ranks)):
+    if is_fake_group(process_group(ranks)):
         return [own[ranks.rank]] * ranks.size
     counts = torch.tensor(own, device=small_message_device(process_group(ranks), device))
     each = (1,) * ranks.size
-    received: list[list[int]] = all_to_all_single(counts, send_sizes=each, receive_sizes=each, group=group_of(ranks)).tolist()
+    received: list[list[int]] = all_to_all_single(counts, send_sizes=each, receive_sizes=each, group=as_group(ranks)).tolist()
     return received
 
 
 def _exchange_rows(
     outgoing: Sequence[OutgoingRequest],
     counts: Sequence[Sequence[int]],
-    ranks: Ranks,
+    ranks: GroupRanks,
     *,
     weight_dtype: torch.dtype,
     device: torch.device,
@@ -297,8 +297,8 @@ def _exchange_rows(
         sizes = [[_part_sizes(x, row[3 * k : 3 * k + 3], weight_dtype) for k, x in enumerate(outgoing)] for row in counts]
         receive = [sum(map(sum, row)) for row in sizes]
     if ranks.size > 1:
-        flat = all_to_all_single(flat, send_sizes=send, receive_sizes=receive, group=group_of(ranks))
-        if simulated(process_group(ranks)):  # it moves nothing: row 0 stands for whatever the others would request
+        flat = all_to_all_single(flat, send_sizes=send, receive_sizes=receive, group=as_group(ranks))
+        if is_fake_group(process_group(ranks)):  # it moves nothing: row 0 stands for whatever the others would request
             flat = torch.zeros_like(flat)
     if rows_only:
         return [IncomingRequest(flat, None, None, None, receive)]
@@ -307,7 +307,7 @@ def _exchange_rows(
     return [_read_messages([row[k] for row in received], x, weight_dtype) for k, x in enumerate(outgoing)]
 
 
-def _shard_on(group: TableGroup, rank: int, ranks: Ranks) -> int | None:
+def _shard_on(group: TableGroup, rank: int, ranks: GroupRanks) -> int | None:
     """The group shard that this rank requests from `rank`. If every rank has a copy, it requests only from itself."""
     if group.is_replicated and rank != ranks.rank:
         return None
@@ -315,7 +315,7 @@ def _shard_on(group: TableGroup, rank: int, ranks: Ranks) -> int | None:
     return None if place is None else place[0]
 
 
-def _counts_for(outgoing: Sequence[OutgoingRequest], rank: int, ranks: Ranks) -> list[int]:
+def _counts_for(outgoing: Sequence[OutgoingRequest], rank: int, ranks: GroupRanks) -> list[int]:
     """What this rank requests from `rank`: three counts for each table group."""
     found: list[int] = []
     for request in outgoing:
@@ -324,7 +324,9 @@ def _counts_for(outgoing: Sequence[OutgoingRequest], rank: int, ranks: Ranks) ->
     return found
 
 
-def _message(request: OutgoingRequest, shard_rows: Tensor, rank: int, ranks: Ranks, weight_dtype: torch.dtype) -> list[Tensor]:
+def _message(
+    request: OutgoingRequest, shard_rows: Tensor, rank: int, ranks: GroupRanks, weight_dtype: torch.dtype
+) -> list[Tensor]:
     """What goes to `rank`. `shard_rows`: of the request, in the dtype of all numbers of a message."""
     shard = _shard_on(request.group, rank, ranks)
     if shard is None:

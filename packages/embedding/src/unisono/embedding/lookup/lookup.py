@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unisono.collectives import all_gather, all_to_all_single
-from unisono.collectives.groups import Ranks, group_of
+from unisono.collectives.groups import GroupRanks, as_group
 from unisono.embedding.lookup.input_dist import IncomingRequest
 from unisono.embedding.lookup.kernels import Groups, group_equal, sum_bags, sum_groups, sum_groups_in_blocks
 from unisono.embedding.lookup.storage import GroupShard, ShardStorage
@@ -66,7 +66,7 @@ class LookupFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         lookups: list[GroupLookup],
-        ranks: Ranks,
+        ranks: GroupRanks,
         factor: float,
         consumer: GradientConsumer,
         like: Tensor,
@@ -112,7 +112,7 @@ def _read_rows(each: GroupLookup) -> Tensor:
     return sum_bags(weight, request.rows, request.lengths.cumsum(0) - request.lengths, request.weights)
 
 
-def _consume_gradients(each: GroupLookup, grads: Tensor, factor: float, consumer: GradientConsumer, ranks: Ranks) -> None:
+def _consume_gradients(each: GroupLookup, grads: Tensor, factor: float, consumer: GradientConsumer, ranks: GroupRanks) -> None:
     """`grads`: of the responses. If this rank has no shard they are empty, but have the right dtype and device."""
     group, shard, request = each.group, each.shard, each.request
     rows, bags, weights, frequencies = request.rows, request.bags(), request.weights, request.frequencies
@@ -120,9 +120,9 @@ def _consume_gradients(each: GroupLookup, grads: Tensor, factor: float, consumer
         groups = group_equal(rows)
         sums = sum_groups(grads, bags, groups, weights)
         if frequencies is not None:
-            frequencies = all_gather(_sum_numbers(frequencies, groups), group=group_of(ranks))
-        rows = all_gather(groups.unique, group=group_of(ranks))
-        grads = all_gather(sums, group=group_of(ranks))
+            frequencies = all_gather(_sum_numbers(frequencies, groups), group=as_group(ranks))
+        rows = all_gather(groups.unique, group=as_group(ranks))
+        grads = all_gather(sums, group=as_group(ranks))
         bags, weights = None, None
     groups = _without_padding(group_equal(rows), shard)
     divisors = None if frequencies is None else _sum_numbers(frequencies, groups)
@@ -165,7 +165,7 @@ def _without_padding(groups: Groups, shard: GroupShard | None) -> Groups:
     return Groups(groups.unique[keep], order, counts.cumsum(0) - counts, counts)
 
 
-def _reduce_over_columns(values: Tensor, group: TableGroup, ranks: Ranks, *, largest: bool = False) -> Tensor:
+def _reduce_over_columns(values: Tensor, group: TableGroup, ranks: GroupRanks, *, largest: bool = False) -> Tensor:
     """Sum `values` (or take the largest) over the ranks that hold a chunk of columns: the same bits everywhere. All ranks call.
 
     All chunks of columns get requests for the same rows, so their ranks hold equally many values here.
@@ -173,19 +173,19 @@ def _reduce_over_columns(values: Tensor, group: TableGroup, ranks: Ranks, *, lar
     peers = group.key.ranks if group.place(ranks.rank) is not None else ()
     sizes = [len(values) if rank in peers else 0 for rank in range(ranks.size)]
     copies = torch.cat([values] * len(peers)) if peers else values[:0]
-    parts = all_to_all_single(copies, send_sizes=sizes, receive_sizes=sizes, group=group_of(ranks)).split_with_sizes(sizes)
+    parts = all_to_all_single(copies, send_sizes=sizes, receive_sizes=sizes, group=as_group(ranks)).split_with_sizes(sizes)
     total = torch.zeros_like(values)
     for rank in peers:
         total = torch.maximum(total, parts[rank]) if largest else total + parts[rank]
     return total
 
 
-def _renormalise(each: GroupLookup, ranks: Ranks, dtype: torch.dtype) -> None:
+def _renormalise(each: GroupLookup, ranks: GroupRanks, dtype: torch.dtype) -> None:
     """Shorten the requested rows to max_norm, in place, as torch.embedding_renorm_ does; chunks of columns share one norm."""
     group, shard, rows = each.group, each.shard, each.request.rows
     assert group.key.max_norm is not None
     if group.is_replicated and ranks.size > 1:
-        rows = all_gather(rows, group=group_of(ranks))
+        rows = all_gather(rows, group=as_group(ranks))
     if group.columns == 1 and shard is None:
         return
     unique = torch.unique(rows)
@@ -202,7 +202,7 @@ def _renormalise(each: GroupLookup, ranks: Ranks, dtype: torch.dtype) -> None:
     shard.weight.index_copy_(0, unique.to(torch.int64), found * scales[:, None])
 
 
-def _norm_over_columns(found: Tensor, group: TableGroup, ranks: Ranks) -> Tensor:
+def _norm_over_columns(found: Tensor, group: TableGroup, ranks: GroupRanks) -> Tensor:
     power = group.key.norm_type
     values = found.to(torch.promote_types(found.dtype, torch.float32)).abs()
     if power == float("inf"):

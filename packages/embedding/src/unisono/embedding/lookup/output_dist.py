@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unisono.collectives import all_to_all_single
-from unisono.collectives.groups import group_of
+from unisono.collectives.groups import as_group
 from unisono.embedding.lookup.input_dist import FeatureIds, IncomingRequest, OutgoingRequest
 from unisono.embedding.lookup.kernels import sum_bags, sum_groups
 from unisono.embedding.lookup.storage import ShardStorage
@@ -103,7 +103,7 @@ def _exchange_responses(
                 receive[owner] += pooling.request.response_count(shard_number) * width
     wire_dtype = storage.options.wire_dtype
     wire = flat if wire_dtype is None else flat.to(wire_dtype)
-    moved = all_to_all_single(wire, send_sizes=send, receive_sizes=receive, group=group_of(ranks))
+    moved = all_to_all_single(wire, send_sizes=send, receive_sizes=receive, group=as_group(ranks))
     return moved.to(flat.dtype)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unisono.collectives import Group, broadcast
-from unisono.collectives.agreement import agree
-from unisono.collectives.groups import group_of, process_group, resolve, small_message_device
+from unisono.collectives.checks import validate_across_ranks
+from unisono.collectives.groups import as_group, process_group, resolve_group, small_message_device
 from unisono.embedding.hashing import derive_seed
 from unisono.embedding.optimizers import FusedOptimizer, Rule, make_states, state_dtype
 from unisono.embedding.parameters import ShardedTable
@@ -89,7 +89,7 @@ class ShardStorage:
         self.tables = list(tables)
         self.options = options
         self.rule = rule
-        self.ranks = resolve(group)
+        self.ranks = resolve_group(group)
         self.layouts = self._validate(layouts)
         self.groups = group_tables(self.tables, self.layouts, self.ranks.size)
         self.row_numberings = number_rows(self.groups, self.tables)
@@ -112,7 +112,7 @@ class ShardStorage:
             f"{self.tables}, {assigned}, {options.grad_reduce}, {options.sparse}, {options.wire_dtype}, {options.dtype}, "
             f"{self.rule}"
         )
-        agree(
+        validate_across_ranks(
             options.function,
             self.ranks,
             same=arguments,
@@ -210,7 +210,7 @@ class ShardStorage:
             drawn = torch.randint(2**62, (1,), device="cpu")
             if self.ranks.size > 1:
                 drawn = drawn.to(small_message_device(process_group(self.ranks), None))
-                drawn = broadcast(drawn, root=0, group=group_of(self.ranks))
+                drawn = broadcast(drawn, root=0, group=as_group(self.ranks))
             seed = int(drawn)
         for module in self.modules:
             name_hash = int.from_bytes(hashlib.blake2b(module.table.name.encode(), digest_size=7).digest(), "little")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_reduce
-from unisono.collectives.agreement import agree
-from unisono.collectives.groups import group_of, process_group, resolve, small_message_device
+from unisono.collectives.checks import validate_across_ranks
+from unisono.collectives.groups import as_group, process_group, resolve_group, small_message_device
 from unisono.embedding.optimizers import RowwiseAdagrad, Rule
 from unisono.embedding.ragged import Ragged, ragged_error
 from unisono.embedding.sharding.layouts import LAYOUTS, Answers, Layout
@@ -59,13 +59,13 @@ def count_demands(
 
     The ranks of the group communicate if there are `world_size` of them; otherwise this rank's sample stands for all.
     """
-    ranks = resolve(group)
+    ranks = resolve_group(group)
     together = ranks.size == world_size > 1
     error = _sample_error(tables, sample)
     if error and not together:
         raise ValueError(f"plan_tables: {error}")
     if together:
-        agree(
+        validate_across_ranks(
             "plan_tables",
             ranks,
             same=("plan_tables", same),
@@ -78,7 +78,7 @@ def count_demands(
     numbers = _count(tables, sample, batch_size)
     if together:
         device = small_message_device(process_group(ranks), None)
-        numbers = all_reduce(torch.tensor(numbers, dtype=torch.int64, device=device), group=group_of(ranks)).tolist()
+        numbers = all_reduce(torch.tensor(numbers, dtype=torch.int64, device=device), group=as_group(ranks)).tolist()
     samples, *sums = numbers
     if not samples:
         return None
