@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono.collectives import MismatchError, all_gather, checked, count_bytes
 from unisono.collectives.testing import run_ranks
-from unisono.embedding import IdMap, hash_strings
+from unisono.embedding import IdMap
 
-GOLDEN = [-5426141060434712860, 3405396810240292928, 7825149098174313437, -3848761963538761655, 7497787021708494914]
 GOLDEN_ROWS = [302, 1, 301, 601, 701, 101]
 EVICTIONS = [None, "least_recent", "least_frequent"]
 
@@ -336,13 +335,6 @@ def test_any_shape_and_integer():
         assert id_map(torch.tensor([[8, 7]])).tolist() == [[2, 1]]
     assert id_map(torch.zeros(2, 0, 3, dtype=torch.int64)).shape == (2, 0, 3)
     assert id_map(torch.tensor(7)).shape == () and id_map(torch.tensor([9, 8], dtype=torch.int16)).tolist() == [3, 2]
-
-
-def test_hash_strings_never_change():
-    assert hash_strings(["", "a", "Übergröße", "🐙", "\ud800"]).tolist() == GOLDEN
-    assert hash_strings([]).dtype == torch.int64 and hash_strings([]).shape == (0,)
-    with pytest.raises(TypeError, match="hash_strings: texts='abc' must be a sequence"):
-        hash_strings("abc")
 
 
 def test_rows_never_change():

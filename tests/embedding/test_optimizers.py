@@ -1,11 +1,14 @@
 """Fused and unfused optimizers give, over several steps, what one process gives with the whole table and batch."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.embedding.whole_table import DIM, ROWS, layouts
+from tests.embedding.reference import DIM, ROWS, layouts
+from tests.embedding.test_collection import make_pair
 from unisono.embedding import (
     SGD,
     Adagrad,
@@ -16,6 +19,7 @@ from unisono.embedding import (
     ShardedEmbeddingBag,
     Table,
 )
+from unisono.embedding.optimizers import ParameterGradients
 
 STEPS = 4
 
@@ -177,3 +181,17 @@ def half_precision_state() -> None:
 
 def test_sixteen_bit_weights_have_wide_state(ranks):
     ranks(half_precision_state, world_size=2)
+
+
+def frozen_tables_get_no_gradient() -> None:
+    """A dense gradient was made and thrown away, which mattered for large tables."""
+    collection = make_pair("row")
+    collection.weight("a").requires_grad_(False)
+    out = collection({"a": torch.tensor([1]), "b": torch.tensor([0])})
+    with mock.patch.object(ParameterGradients, "_gradient", autospec=True, return_value=None) as made:
+        (out["a"].sum() + out["b"].sum()).backward()
+    assert [call.args[2] is None for call in made.call_args_list] == [True, False]
+
+
+def test_frozen_tables_get_no_gradient(ranks):
+    ranks(frozen_tables_get_no_gradient, world_size=3)

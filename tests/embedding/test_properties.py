@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.embedding.whole_table import embedding_bag, local_gradient
+from tests.embedding.reference import embedding_bag, local_gradient
 from unisono.collectives.testing import run_ranks
 from unisono.embedding import (
     SGD,
