@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group
 from unisono.collectives.groups import resolve_group
-from unisono.embedding.lookup.engine import LookupEngine, Prefetcher
-from unisono.embedding.lookup.storage import GradReduce, Options, copy_with_storage
-from unisono.embedding.optimizers import FusedOptimizer, Rule
+from unisono.embedding.lookup.engine import EngineModule, LookupEngine, Prefetcher
+from unisono.embedding.lookup.storage import GradReduce, Options
+from unisono.embedding.optimizers import Rule
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.planner import Plan, plan_tables
 from unisono.embedding.ragged import Ragged, as_ragged
@@ -22,7 +22,7 @@ from unisono.embedding.table import Table
 Features = Mapping[str, Ragged | Tensor]
 
 
-class EmbeddingCollection(nn.Module):
+class EmbeddingCollection(EngineModule):
     """Tables sharded over the ranks; a batch is a dict of features.
 
     Args:
@@ -104,15 +104,6 @@ class EmbeddingCollection(nn.Module):
         self.reset_parameters()
         self._prefetcher: Prefetcher | None = None
 
-    @property
-    def optimizer(self) -> FusedOptimizer | None:
-        """The handle of a fused optimizer: give it to torch.optim.lr_scheduler."""
-        return self.engine.storage.optimizer
-
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw first weights, the same for every plan and number of ranks. All ranks call."""
-        self.engine.storage.reset(seed)
-
     def weight(self, table: str) -> nn.Parameter:
         """The parameter of a table: a DTensor for row and column layouts."""
         found: nn.Parameter = self.tables[table].weight  # type: ignore[assignment]
@@ -171,13 +162,6 @@ class EmbeddingCollection(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prefetcher": None}  # a copy prefetches for itself
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return copy_with_storage(self, self.__getstate__(), memo)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.engine.storage.convert(fn)
-        return self
 
 
 def _layouts_of(tables: Sequence[Table], plan: str | Plan | Mapping[str, str | Layout], world_size: int) -> list[Layout]:

@@ -245,16 +245,12 @@ def _exchange_counts(
     own = [] if error else [_counts_for(outgoing, rank, ranks) for rank in range(ranks.size)]
     width = 3 * len(outgoing)
     few = ranks.size <= _FEW
+    numbers = [number for row in own for number in row] if few else []
+    words = f"{function}({same})"
+    rule = "All ranks must look up the same features, with or without weights, all with gradients or all without."
     try:
         table = validate_across_ranks(
-            function,
-            ranks,
-            same=(function, same),
-            numbers=[number for row in own for number in row] if few else [],
-            words=lambda: f"{function}({same})",
-            device=device,
-            rule="All ranks must look up the same features, with or without weights, all with gradients or all without.",
-            problem=error,
+            function, ranks, same=words, numbers=numbers, words=lambda: words, device=device, rule=rule, problem=error
         )
     except MismatchError as mismatch:
         raise (IdOutOfRange(str(mismatch)) if "is out of range: table" in str(mismatch) else mismatch) from None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -112,14 +111,16 @@ class ShardStorage:
             f"{self.tables}, {assigned}, {options.grad_reduce}, {options.sparse}, {options.wire_dtype}, {options.dtype}, "
             f"{self.rule}"
         )
+        rule = "All ranks must make the same tables with the same plan and options."
+        words = f"{options.function}({arguments})"
         validate_across_ranks(
             options.function,
             self.ranks,
-            same=arguments,
+            same=words,
             numbers=(),
-            words=lambda: f"{options.function}({arguments})",
+            words=lambda: words,
             device=options.device,
-            rule="All ranks must make the same tables with the same plan and options.",
+            rule=rule,
             problem=error,
         )
         return assigned
@@ -245,16 +246,3 @@ def _convert_state(state: Tensor, weight: Tensor) -> Tensor:
 def _local_part(x: Tensor | None) -> Tensor | None:
     """This rank's part of a DTensor, outside of autograd."""
     return x._local_tensor if isinstance(x, DTensor) else x
-
-
-_Module = TypeVar("_Module", bound=nn.Module)
-
-
-def copy_with_storage(module: _Module, state: dict[str, Any], memo: dict[int, Any]) -> _Module:
-    """copy.deepcopy of a module that has an engine: its parameters become views of the copied shards."""
-    made = module.__class__.__new__(module.__class__)
-    memo[id(module)] = made
-    made.__dict__.update(copy.deepcopy(state, memo))
-    storage: ShardStorage = made.engine.storage  # type: ignore[assignment, union-attr]
-    storage.attach(storage.modules)
-    return made

@@ -65,15 +65,10 @@ def count_demands(
     if error and not together:
         raise ValueError(f"plan_tables: {error}")
     if together:
+        rule = "All ranks must ask for a plan of the same tables with the same options; samples may differ."
+        words = f"plan_tables({same})"
         validate_across_ranks(
-            "plan_tables",
-            ranks,
-            same=("plan_tables", same),
-            numbers=(),
-            words=lambda: f"plan_tables({same})",
-            device=None,
-            rule="All ranks must ask for a plan of the same tables with the same options; samples may differ.",
-            problem=error,
+            "plan_tables", ranks, same=words, numbers=(), words=lambda: words, device=None, rule=rule, problem=error
         )
     numbers = _count(tables, sample, batch_size)
     if together:
