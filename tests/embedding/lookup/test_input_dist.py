@@ -41,11 +41,11 @@ def all_tensors_of_a_request_are_on_one_device() -> None:
     engine, seen = ShardedEmbeddingBag(ROWS, DIM, plan="table", device="meta").engine, []
     ids = torch.zeros(2, dtype=torch.int64, device="meta")
 
-    def group_equal(keys: torch.Tensor) -> kernels.Groups:
+    def deduplicate(keys: torch.Tensor) -> kernels.Deduplicated:
         seen.append(keys.device)
-        return kernels.group_equal(torch.empty(0, dtype=keys.dtype))  # its like on meta does not exist
+        return kernels.deduplicate(torch.empty(0, dtype=keys.dtype))  # its like on meta does not exist
 
-    with mock.patch.object(input_dist, "group_equal", group_equal):
+    with mock.patch.object(input_dist, "deduplicate", deduplicate):
         askings = [(input_dist.FeatureIds("weight", 0, ids, ids, None, None), True)]
         input_dist.make_request(engine.storage.groups[0], askings, engine.storage.row_numberings)
     assert seen == [ids.device]

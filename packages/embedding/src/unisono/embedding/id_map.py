@@ -101,7 +101,7 @@ class IdMap(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         ranks = resolve_group(self.group)
         error = self._input_error(ids) or self._hold_shards(ranks)
-        mine = _deduplicate(torch.empty(0, dtype=torch.int64) if error else ids.reshape(-1).to(torch.int64))
+        mine = _distinct_ids(torch.empty(0, dtype=torch.int64) if error else ids.reshape(-1).to(torch.int64))
         owners = _divide_range(mine.hashes, self.shards) // self._shards_per_rank(ranks)
         send = owners.bincount(minlength=ranks.size).tolist()
         same = f"{self.extra_repr()}, training={self.training}, call {self._calls}"
@@ -112,7 +112,7 @@ class IdMap(nn.Module):
         if ranks.size > 1:
             leaving = torch.stack((mine.ids, mine.counts), 1) if self.training else mine.ids.unsqueeze(1)
             arrived = all_to_all_single(leaving, send_sizes=send, receive_sizes=receive, group=self.group)
-            theirs = _deduplicate(arrived[:, 0], arrived[:, 1] if self.training else None)
+            theirs = _distinct_ids(arrived[:, 0], arrived[:, 1] if self.training else None)
         self.reassigned = mine.ids.new_empty(0)
         if self.training:
             self._calls += 1
@@ -377,7 +377,7 @@ class _Distinct(NamedTuple):
     inverse: Tensor  # for each id of the batch, its index among them
 
 
-def _deduplicate(ids: Tensor, counts: Tensor | None = None) -> _Distinct:
+def _distinct_ids(ids: Tensor, counts: Tensor | None = None) -> _Distinct:
     """`counts`: how often each of the ids counts; None: once."""
     hashes, order = splitmix64(ids).sort()
     new = torch.ones_like(hashes, dtype=torch.bool)

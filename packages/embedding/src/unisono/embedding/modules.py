@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unisono.collectives import Group
 from unisono.collectives.checks import validate_across_ranks
 from unisono.embedding.lookup.engine import EngineModule, LookupEngine
-from unisono.embedding.lookup.storage import GradReduce, Options
+from unisono.embedding.lookup.storage import GradReduce, LookupOptions
 from unisono.embedding.optimizers import Rule
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.ragged import Ragged
@@ -32,7 +32,7 @@ class _OneTableModule(EngineModule, ShardedTable):
         dtype = options.pop("dtype") or torch.get_default_dtype()
         if options["sparse"] and optimizer is not None:
             raise ValueError(f"{function}: sparse=True is about gradients, which a fused optimizer leaves none of")
-        shared = Options(function, dtype=dtype, device=device, **options)
+        shared = LookupOptions(function, dtype=dtype, device=device, **options)
         engine = LookupEngine([table], [as_layout(plan, function)], shared, optimizer, group)
         ShardedTable.__init__(self, table, engine.storage.layouts[0], engine.storage.ranks, plain=options["sparse"])
         self.engine = engine
@@ -257,10 +257,6 @@ def _arguments_like(module: nn.Embedding | nn.EmbeddingBag, options: dict[str, A
         "sparse": module.sparse and options.get("optimizer") is None,
         "device": module.weight.device,
         "dtype": module.weight.dtype,
-        "initialize": _leave_empty,
+        "initialize": lambda rows, generator: None,  # the weights are copied afterwards
         **options,
     }
-
-
-def _leave_empty(rows: Tensor, generator: torch.Generator) -> None:
-    """Draw nothing: the weights are copied afterwards."""

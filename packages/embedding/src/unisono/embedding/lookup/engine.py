@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import is_
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -20,7 +21,7 @@ from unisono.collectives.groups import GroupRanks, process_group, resolve_group
 from unisono.embedding.lookup.input_dist import IncomingRequest, input_dist
 from unisono.embedding.lookup.lookup import lookup
 from unisono.embedding.lookup.output_dist import Pooling, output_dist, plan_pooling
-from unisono.embedding.lookup.storage import Options, ShardStorage
+from unisono.embedding.lookup.storage import LookupOptions, ShardStorage
 from unisono.embedding.optimizers import FusedOptimizer, Rule
 from unisono.embedding.ragged import Ragged
 from unisono.embedding.sharding.layouts import Layout
@@ -38,7 +39,7 @@ class LookupEngine:
     """Looks up features in the tables of a ShardStorage. All modules of this package have one."""
 
     def __init__(
-        self, tables: Sequence[Table], layouts: Sequence[Layout], options: Options, rule: Rule | None, group: Group
+        self, tables: Sequence[Table], layouts: Sequence[Layout], options: LookupOptions, rule: Rule | None, group: Group
     ) -> None:
         self.storage = ShardStorage(tables, layouts, options, rule, group)
 
@@ -148,16 +149,9 @@ class Prefetcher:
         self.started = None
 
 
-def _same_tensors(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+def _same_tensors(a: Mapping[str, Any], b: object) -> bool:
     """Whether both hold the very same tensors: DDP hands on a copy of the dict, but not of the tensors."""
-    if a is b:
-        return True
     if not isinstance(b, Mapping) or a.keys() != b.keys():
-        return False
-    return all(_same_feature(a[name], b[name]) for name in a)
-
-
-def _same_feature(x: object, y: object) -> bool:
-    if isinstance(x, Ragged) and isinstance(y, Ragged):
-        return all(u is v for u, v in zip(x, y, strict=True))
-    return x is y
+        return a is b
+    pairs = [(x, b[name]) for name, x in a.items()]
+    return all(x is y or (isinstance(x, Ragged) and isinstance(y, Ragged) and all(map(is_, x, y))) for x, y in pairs)

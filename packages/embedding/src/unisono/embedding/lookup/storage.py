@@ -30,7 +30,7 @@ _MADV_HUGEPAGE = 14
 
 
 @dataclass(frozen=True)
-class Options:
+class LookupOptions:
     """The arguments that all modules of this package share."""
 
     function: str
@@ -40,13 +40,6 @@ class Options:
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")  # noqa: RUF009
 
-    def validation_error(self) -> str:
-        if self.grad_reduce not in ("mean", "sum"):
-            return f"grad_reduce={self.grad_reduce!r} is neither 'mean' nor 'sum'"
-        if self.wire_dtype not in (None, torch.bfloat16, torch.float16):
-            return f"wire_dtype={self.wire_dtype!r} is none of None, torch.bfloat16, torch.float16"
-        return ""
-
 
 @dataclass
 class GroupShard:
@@ -54,7 +47,6 @@ class GroupShard:
 
     group: TableGroup
     number: int  # of the group's shards
-    column: int  # which chunk of columns
     weight: Tensor  # (rows, width)
     state: dict[str, Tensor] = field(default_factory=dict)  # of a fused optimizer
 
@@ -83,7 +75,7 @@ class ShardStorage:
     """This rank's shards of all tables, in their layouts."""
 
     def __init__(
-        self, tables: Sequence[Table], layouts: Sequence[Layout], options: Options, rule: Rule | None, group: Group
+        self, tables: Sequence[Table], layouts: Sequence[Layout], options: LookupOptions, rule: Rule | None, group: Group
     ) -> None:
         self.tables = list(tables)
         self.options = options
@@ -102,7 +94,11 @@ class ShardStorage:
         """Return the layouts with ranks, once all ranks make the same tables and none has a bad argument."""
         options = self.options
         assigned = list(layouts)
-        error = options.validation_error()
+        error = ""
+        if options.grad_reduce not in ("mean", "sum"):
+            error = f"grad_reduce={options.grad_reduce!r} is neither 'mean' nor 'sum'"
+        if options.wire_dtype not in (None, torch.bfloat16, torch.float16):
+            error = f"wire_dtype={options.wire_dtype!r} is none of None, torch.bfloat16, torch.float16"
         try:
             assigned = [layout.assign_ranks(self.ranks.size) for layout in layouts]
         except ValueError as layout_error:
@@ -132,7 +128,7 @@ class ShardStorage:
         shard, column = place
         shape = (group.heights[shard], group.key.widths[column])
         weight = _empty_rows(shape, dtype=self.options.dtype, device=self.options.device)
-        return GroupShard(group, shard, column, weight, make_states(self.rule, weight, self.steps))
+        return GroupShard(group, shard, weight, make_states(self.rule, weight, self.steps))
 
     def requires_grad(self) -> bool:
         return any(module.weight.requires_grad for module in self.modules)
