@@ -17,7 +17,7 @@ _WRONG_BY_FREQUENCY = tuple(int(x) for x in torch.__version__.split(".")[:2]) < 
 
 
 def embedding_bag(ids: Tensor, weight: Tensor, offsets: Tensor, **options: Any) -> Tensor:
-    """torch's; but the gradient that the oldest torch gives a bag with scale_grad_by_freq is not that of its look-ups."""
+    """torch.nn.functional.embedding_bag; before torch 2.15 its gradient with scale_grad_by_freq is wrong, so it is computed here."""
     if not (options.get("scale_grad_by_freq") and _WRONG_BY_FREQUENCY):
         return nn.functional.embedding_bag(ids, weight, offsets, **options)
     mode, padding = options.pop("mode", "mean"), options.get("padding_idx")
@@ -32,7 +32,7 @@ def embedding_bag(ids: Tensor, weight: Tensor, offsets: Tensor, **options: Any) 
 
 
 class WholeBag(nn.EmbeddingBag):
-    """torch's module on that function."""
+    """torch.nn.EmbeddingBag on that function."""
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         if offsets is None:
@@ -43,7 +43,7 @@ class WholeBag(nn.EmbeddingBag):
 
 
 def layouts(world_size: int) -> dict[str, Layout]:
-    """Every kind, in and out of order, on all ranks and on some."""
+    """Every kind of layout, with ranks in order and not, on all ranks and on some."""
     everyone = list(range(world_size))
     found = {
         "row": Layout.row(),
@@ -61,7 +61,7 @@ def layouts(world_size: int) -> dict[str, Layout]:
 
 
 def local_gradient(module: ShardedEmbedding | ShardedEmbeddingBag) -> Tensor | None:
-    """The whole table's gradient, put together from the shards."""
+    """Gather the gradient of the whole table."""
     grad = module.weight.grad
     if grad is None:
         shard = torch.zeros_like(module.local)
@@ -73,7 +73,7 @@ def local_gradient(module: ShardedEmbedding | ShardedEmbeddingBag) -> Tensor | N
 
 
 def draw_case(case: dict[str, Any], rank: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A rank's input, offsets and weights: uneven, on some ranks empty, with empty bags, some with more bags than ids."""
+    """Draw a rank's input, offsets and weights: uneven, on some ranks empty, with empty bags, some with more bags than ids."""
     draw = torch.Generator().manual_seed(100 + rank)
     lengths = case["lengths"][rank % len(case["lengths"])]
     n = sum(lengths)
@@ -87,7 +87,7 @@ LENGTHS = [[3, 0, 2, 1], [], [0, 0, 0, 4], [5, 1]]
 
 
 def run_bag(case: dict[str, Any], layout: str) -> None:
-    """One step on this rank against the whole batch in one process."""
+    """Compare one step on this rank with the whole batch in one process."""
     rank, size = dist.get_rank(), dist.get_world_size()
     case = {"lengths": LENGTHS, "mode": "sum", **case}
     options = case.get("options", {})

@@ -213,7 +213,7 @@ def make_pair(plan: str, **options: Any) -> EmbeddingCollection:
 
 
 def padding_and_max_norm_in_a_collection() -> None:
-    """TorchRec has neither."""
+    """TorchRec has neither padding_idx nor max_norm."""
     for plan in ("row", "column", "table", "replicated"):
         module = make_two_tables(plan)
         before = module.tables["b"].full_weight()
@@ -227,7 +227,7 @@ def padding_and_max_norm_in_a_collection() -> None:
 
 
 def fewer_tables_than_ranks_and_tables_on_some_ranks_only() -> None:
-    """Users of other libraries asked for it."""
+    """Other libraries need a table for each rank."""
     rank = dist.get_rank()
     for plan in ({"a": Layout.table(2), "b": Layout.table(2)}, {"a": Layout.row([2, 0]), "b": Layout.table(0)}):
         module = make_two_tables(plan)

@@ -98,7 +98,7 @@ TABLES = [Table("user", 7, 2), Table("item", 9, 4, ["seen"], mode="mean"), Table
 
 
 def modules(plan: str | Layout):
-    """Each with its good arguments and its bad ones."""
+    """Yield modules, each with its good arguments and its bad ones."""
     bag = ShardedEmbeddingBag(7, 2, mode="sum", plan=plan)
     yield ShardedEmbedding(7, 2, plan=plan), [IDS], BAD_IDS
     yield bag, [IDS, OFFSETS], BAD_BAGS
@@ -208,7 +208,7 @@ def test_different_tables_on_ranks_are_rejected(ranks):
 
 
 # what torch.nn rejects: (mode, include_last_offset, arguments)
-REFUSED = [
+REJECTED = [
     ("sum", False, [IDS]),
     ("sum", False, [IDS[None], OFFSETS]),
     ("sum", False, [IDS.view(1, 1, 3)]),
@@ -227,7 +227,7 @@ REFUSED = [
 
 
 def test_what_torch_rejects_is_rejected():
-    for mode, last, arguments in REFUSED:
+    for mode, last, arguments in REJECTED:
         dense = nn.EmbeddingBag(7, 2, mode=mode, include_last_offset=last) if mode else nn.Embedding(7, 2)
         ours = (ShardedEmbeddingBag if mode else ShardedEmbedding).from_dense(dense)
         with pytest.raises((ValueError, RuntimeError, IndexError)):

@@ -114,7 +114,7 @@ def from_dense_can_draw_weights_anew() -> None:
 
 
 def a_second_backward_raises() -> None:
-    """It applied a fused optimizer twice."""
+    """It did not raise."""
     for optimizer in (None, RowwiseAdagrad(lr=0.1)):
         loss = ShardedEmbedding(ROWS, DIM, optimizer=optimizer)(torch.arange(3)).sum()
         loss.backward()
@@ -123,7 +123,7 @@ def a_second_backward_raises() -> None:
 
 
 def output_and_table_are_read_twice() -> None:
-    """DTensor's embedding asserted."""
+    """DTensor's embedding failed an assertion if the output was used twice."""
     whole, rank = make_embedding(), dist.get_rank()
     everyones = [torch.tensor([1, 1 + r, 9]) for r in range(dist.get_world_size())]
     for layout in layouts(dist.get_world_size()).values():

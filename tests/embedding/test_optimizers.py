@@ -25,7 +25,7 @@ STEPS = 4
 
 
 class PlainRowwiseAdagrad(torch.optim.Optimizer):
-    """By the formula, on whole tables."""
+    """The formula of row-wise Adagrad, on whole tables."""
 
     def __init__(self, params, lr, eps=1e-8):
         super().__init__(params, {"lr": lr, "eps": eps})
@@ -48,7 +48,7 @@ RULES = {
 
 
 def draw_batches(size: int) -> list[list[torch.Tensor]]:
-    """Of each step and rank: bags of three ids, a rank with none."""
+    """Draw bags of three ids for each step and rank; one rank has none."""
     draw = torch.Generator().manual_seed(3)
     return [[torch.randint(ROWS, ((2 + rank + step) % 4, 3), generator=draw) for rank in range(size)] for step in range(STEPS)]
 
@@ -58,7 +58,7 @@ def target(step: int, rows: int) -> torch.Tensor:
 
 
 def train_whole(dense, optimizer, size, schedule=None):
-    """The mean of the squared distance over the whole batch, as grad_reduce="sum" wants it."""
+    """Train on the sum of squared distances over the whole batch, which goes with grad_reduce="sum"."""
     for step, parts in enumerate(draw_batches(size)):
         ids = torch.cat(parts)
         optimizer.zero_grad()
@@ -68,7 +68,7 @@ def train_whole(dense, optimizer, size, schedule=None):
             schedule.step()
 
 
-def train_spread(module, size, optimizer=None, schedule=None):
+def train_sharded(module, size, optimizer=None, schedule=None):
     for step, parts in enumerate(draw_batches(size)):
         rank, sizes = dist.get_rank(), [len(x) for x in parts]
         if optimizer:
@@ -91,7 +91,7 @@ def fused_matches(rule: str) -> None:
         optimizer = plain(dense.parameters())
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         train_whole(dense, optimizer, size, schedule)
-        train_spread(module, size, schedule=torch.optim.lr_scheduler.StepLR(module.optimizer, 2))
+        train_sharded(module, size, schedule=torch.optim.lr_scheduler.StepLR(module.optimizer, 2))
         assert module.weight.grad is None
         torch.testing.assert_close(module.full_weight(), dense.weight.detach(), msg=lambda text, name=name: f"{name}: {text}")
 
@@ -103,7 +103,7 @@ def test_fused_optimizer_matches_one_process(rule, size, ranks):
 
 
 def decay_matches() -> None:
-    """Weight decay on the rows that were looked up: with every row looked up in every step, that of torch."""
+    """If every step looks up every row, weight decay is that of torch."""
     size = dist.get_world_size()
     for layout in layouts(size).values():
         torch.manual_seed(1)
@@ -146,7 +146,7 @@ def unfused_matches(sparse: bool) -> None:
             dense = nn.EmbeddingBag(ROWS, DIM, mode="sum", dtype=torch.float64, sparse=sparse)
             module = ShardedEmbeddingBag.from_dense(dense, layout, grad_reduce="sum")
             train_whole(dense, make(dense.parameters()), size)
-            train_spread(module, size, make(module.parameters()))
+            train_sharded(module, size, make(module.parameters()))
             torch.testing.assert_close(module.full_weight(), dense.weight.detach())
 
 

@@ -39,7 +39,7 @@ def train(collection: EmbeddingCollection, seed: int) -> None:
 
 
 def whole(collection: EmbeddingCollection) -> dict[str, torch.Tensor]:
-    """Weights and states of all tables, put together without DTensor's help."""
+    """Gather weights and states of all tables."""
     found = {}
     for name, module in collection.tables.items():
         found[f"{name}.weight"] = collection.full_weight(name)

@@ -12,7 +12,7 @@ from unisono.embedding import SGD, Layout, ShardedEmbeddingBag
 from unisono.embedding.lookup import input_dist, kernels
 
 
-def zero(rows: Tensor, draw: torch.Generator) -> None:
+def zero(rows: Tensor, generator: torch.Generator) -> None:
     rows.zero_()
 
 
@@ -38,16 +38,17 @@ def ids_above_two_to_the_24_keep_their_bits_beside_weights() -> None:
 
 def all_tensors_of_a_request_are_on_one_device() -> None:
     """A request of bags alone made an empty tensor on the CPU. Seen on meta, since there is no GPU here."""
-    engine, seen = ShardedEmbeddingBag(ROWS, DIM, plan="table", device="meta").engine, []
+    storage = ShardedEmbeddingBag(ROWS, DIM, plan="table", device="meta").engine.storage
+    seen = []
     ids = torch.zeros(2, dtype=torch.int64, device="meta")
 
     def deduplicate(keys: torch.Tensor) -> kernels.Deduplicated:
         seen.append(keys.device)
-        return kernels.deduplicate(torch.empty(0, dtype=keys.dtype))  # its like on meta does not exist
+        return kernels.deduplicate(torch.empty(0, dtype=keys.dtype))  # torch cannot sort on meta
 
     with mock.patch.object(input_dist, "deduplicate", deduplicate):
-        askings = [(input_dist.FeatureIds("weight", 0, ids, ids, None, None), True)]
-        input_dist.make_request(engine.storage.groups[0], askings, engine.storage.row_numberings)
+        features = [(input_dist.FeatureIds("weight", 0, ids, ids, None, None), True)]
+        input_dist.make_request(storage.groups[0], features, storage.row_numberings)
     assert seen == [ids.device]
 
 

@@ -27,7 +27,7 @@ def max_norm_keeps_the_parameter_over_steps() -> None:
 
 
 class NewTensors(TorchDispatchMode):
-    """The largest number of elements that any operation gave which are not those of `known` tensors."""
+    """Measures the largest new tensor that any operation makes, except views of `known` tensors."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
@@ -59,18 +59,18 @@ def nothing_of_the_size_of_a_shard_is_made() -> None:
 
 
 def gradients_are_scaled_by_frequency() -> None:
-    """DTensor's embedding ignored other ranks in scale_grad_by_freq."""
+    """DTensor's embedding gets scale_grad_by_freq wrong."""
     compare_training(make_embedding(scale_grad_by_freq=True), MIXED)
     compare_training(make_bag(scale_grad_by_freq=True), MIXED)
 
 
 def max_norm_and_sparse_go_together() -> None:
-    """DTensor's embedding implements neither."""
+    """DTensor's embedding implements neither max_norm nor sparse."""
     compare_training(make_embedding(max_norm=1.0, padding_idx=3), MIXED, sparse=True, steps=2)
 
 
 def max_norm_of_sixteen_bits_in_columns() -> None:
-    """The chunks of columns added up the squares of 16-bit numbers in 16 bits."""
+    """The norm over chunks of columns was wrong for 16-bit weights."""
     torch.manual_seed(0)
     dense = nn.Embedding(ROWS, 6, max_norm=1.0, dtype=torch.bfloat16)
     ids = torch.arange(ROWS)

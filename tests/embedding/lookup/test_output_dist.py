@@ -15,7 +15,7 @@ def mean_does_not_count_padding() -> None:
 
 
 def mean_of_an_empty_bag_is_zero() -> None:
-    """torch's ShardedTensor gave NaN."""
+    """torch's ShardedTensor gave NaN for mode="mean"."""
     compare_training(make_bag(mode="mean"), [[[], [4]], [[]], [[], [], [2, 3]]])
 
 

@@ -1,4 +1,4 @@
-"""One process plays a rank of 4,096: what travels is what the formula says, and memory is that of a shard."""
+"""One process simulates a rank of 4,096: it sends the bytes of the formula, and holds the memory of a shard."""
 
 import subprocess
 import sys

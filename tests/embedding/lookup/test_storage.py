@@ -48,7 +48,7 @@ def a_parameter_with_other_memory_is_followed() -> None:
 
 
 def conversions_keep_gradients() -> None:
-    """Module.double() dropped the gradient."""
+    """Conversions of the module lost the gradient."""
     module = ShardedEmbedding(ROWS, DIM, plan="row")
     module(torch.arange(ROWS)).sum().backward()
     grad = module.weight.grad
