@@ -17,7 +17,7 @@ _WRONG_BY_FREQUENCY = tuple(int(x) for x in torch.__version__.split(".")[:2]) < 
 
 
 def embedding_bag(ids: Tensor, weight: Tensor, offsets: Tensor, **options: Any) -> Tensor:
-    """torch.nn.functional.embedding_bag; before torch 2.15 its gradient with scale_grad_by_freq is wrong, so it is computed here."""
+    """torch.nn.functional.embedding_bag, mended: before torch 2.15 its gradient with scale_grad_by_freq is wrong."""
     if not (options.get("scale_grad_by_freq") and _WRONG_BY_FREQUENCY):
         return nn.functional.embedding_bag(ids, weight, offsets, **options)
     mode, padding = options.pop("mode", "mean"), options.get("padding_idx")

@@ -139,7 +139,7 @@ def output_and_table_are_read_twice() -> None:
 
 
 def a_group_of_some_ranks_in_another_order() -> None:
-    """Users of ShardedTensor asked for tables on some ranks only."""
+    """ShardedTensor has no tables on some ranks only."""
     group = dist.new_group([2, 0], sort_ranks=False)
     if dist.get_rank() == 1:
         return

@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from unisono.collectives import Group, all_gather, all_reduce, all_to_all_single
 from unisono.collectives.autograd import disable_compile
@@ -145,9 +147,6 @@ class IdMap(nn.Module):
         ranks = self._hold_shards_or_raise()
         state = dict(self._slots.stored)
         if ranks.size > 1:
-            from torch.distributed.device_mesh import DeviceMesh
-            from torch.distributed.tensor import DTensor, Shard  # here: it takes seconds
-
             mesh = DeviceMesh.from_group(process_group(ranks), state["ids"].device.type)
             shape = torch.Size((self.shards, self._slots.width))
             for name, x in state.items():
@@ -224,11 +223,9 @@ class IdMap(nn.Module):
 
 def _take_shards(x: Any, run: range, ranks: GroupRanks) -> Tensor:
     """The shards `run` of a whole tensor or a DTensor, which is gathered if it is divided in another way."""
-    if hasattr(x, "to_local"):
-        from torch.distributed.tensor import Shard
-
+    if isinstance(x, DTensor):
         if x.device_mesh.size() == ranks.size and tuple(x.placements) == (Shard(0),):
-            return x.to_local()  # type: ignore[no-any-return]
+            return x.to_local()
         x = x.full_tensor()
     return x[run.start : run.stop]  # type: ignore[no-any-return]
 
