@@ -46,7 +46,7 @@ def gather(trees: Sequence[Tree], device: Device, *, dim: int = 0) -> Tree:
         for place, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True))
     ]
     copies.join()
-    result: Tree = structure.rebuild([_join(column, dim, structure, place) for place, column in enumerate(columns)])
+    result: Tree = structure.unflatten([_join(column, dim, structure, place) for place, column in enumerate(columns)])
     return result
 
 

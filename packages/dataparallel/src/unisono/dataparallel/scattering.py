@@ -82,7 +82,7 @@ def split(
         else:
             columns.append(_repeat(leaf, devices))
     copies = Copies()
-    trees = [structure.rebuild([start(column[k], device, copies) for column in columns]) for k, device in enumerate(devices)]
+    trees = [structure.unflatten([start(column[k], device, copies) for column in columns]) for k, device in enumerate(devices)]
     copies.join()
     if longest < 0:
         return trees, None
@@ -100,7 +100,7 @@ def move(tree: Any, device: torch.device, copies: Copies) -> Any:
     inner = (
         move(leaf.value, device, copies) if isinstance(leaf, Replicate) else start(leaf, device, copies) for leaf in leaves
     )
-    return structure.rebuild(list(inner))
+    return structure.unflatten(list(inner))
 
 
 def _repeat(leaf: Any, devices: Sequence[torch.device]) -> Sequence[Any]:
@@ -111,7 +111,7 @@ def _repeat(leaf: Any, devices: Sequence[torch.device]) -> Sequence[Any]:
         return [leaf] * len(devices)
     leaves, structure = tree_flatten(leaf.value)
     columns = [_repeat(inner, devices) for inner in leaves]
-    return [structure.rebuild([column[k] for column in columns]) for k in range(len(devices))]
+    return [structure.unflatten([column[k] for column in columns]) for k in range(len(devices))]
 
 
 def _divide(

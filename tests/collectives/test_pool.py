@@ -1,4 +1,4 @@
-"""The harness must not hang, must not lose an error, and must recover: otherwise no other test means anything."""
+"""run_ranks does not hang, loses no error and recovers: otherwise no other test means anything."""
 
 import ctypes
 import os
@@ -69,6 +69,10 @@ def draw() -> float:
     return torch.rand(()).item()
 
 
+def hash_of_a() -> int:
+    return hash("a")
+
+
 def wrong_backward() -> None:
     class Wrong(torch.autograd.Function):
         @staticmethod
@@ -107,6 +111,12 @@ def failed():
 
 def test_processes_are_reused_between_calls():
     assert run_ranks(rank_and_pid, world_size=3) == run_ranks(rank_and_pid, world_size=3)
+
+
+def test_neighbouring_ranks_have_different_hash_seeds():
+    """All ranks had the hash seed of one server. So no test saw a rank whose sets are in another order."""
+    hashes = run_ranks(hash_of_a, world_size=3)
+    assert hashes[0] != hashes[1] != hashes[2]
 
 
 def test_raising_rank_is_reported_with_its_traceback(failed):
@@ -168,7 +178,7 @@ def test_interrupt_leaves_no_rank_behind():
             os.kill(pid, 0)
 
 
-def test_what_cannot_run_is_refused_at_once():
+def test_what_cannot_run_raises_at_once():
     with pytest.raises(TypeError, match="top-level function"):
         run_ranks(lambda: None)
     with pytest.raises(ValueError, match="world_size=0"):

@@ -1,6 +1,6 @@
-"""A tree gathers as its leaves would, in one exchange."""
+"""all_gather of a tree gives what all_gather of each leaf gives, in one message."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,10 +134,39 @@ def different_trees() -> str:
     return str(caught.value)
 
 
-def test_different_trees_are_refused_on_all_ranks():
+def test_different_trees_raise_on_all_ranks():
     messages = run_ranks(different_trees, world_size=2)
     assert messages[0] == messages[1]
     assert "rank 0: all_gather(a tree of float32[2], dim=0)" in messages[0] and "'text'" in messages[0]
+
+
+class Setting:
+    """Not a tensor; its default repr shows an address."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+
+def equal_trees_whose_repr_differs() -> str:
+    names = {"audio", "image", "label", "text", "video"}
+    tree = {
+        "x": torch.ones(1),
+        "names": names,
+        "setting": Setting(names),
+        "function": different_trees,
+        frozenset(names): torch.ones(1),
+        "default": defaultdict(lambda: 0, x=torch.ones(1)),
+    }
+    assert all_gather(tree)["x"].shape == (2,)
+    with pytest.raises(MismatchError, match="rank 1"):
+        all_gather({"x": torch.ones(1), "setting": Setting({"audio", str(dist.get_rank())})})
+    return repr(names)
+
+
+def test_equal_trees_match_whatever_the_hash_seed():
+    """Ranks compared the repr of what is not a tensor: equal sets differed by hash seed, equal objects by address."""
+    texts = run_ranks(equal_trees_whose_repr_differs, world_size=2)
+    assert texts[0] != texts[1], "the ranks must have different hash seeds, or this proves nothing"
 
 
 def mixed_dtypes() -> None:

@@ -23,16 +23,16 @@ from unisono.collectives import (
     scatter,
     shift,
 )
-from unisono.collectives.checks import _environment_mode
+from unisono.collectives.checks import _environment_mode, user_frame
 from unisono.collectives.testing import run_ranks
 
-# By name, what two ranks call: a function of the rank. All of it is refused without checked().
+# For each mismatch, what two ranks call, and parts of the error. These raise also without checked().
 UNCHECKED: dict[str, tuple[Callable[[int], object], list[str]]] = {
     "trailing dimension": (
         lambda r: all_gather(torch.zeros(4, 8 + r)),
         [
-            "rank 0: all_gather(float32[4, 8], dim=0, grad='sum') at test_mismatches.py:",
-            "rank 1: all_gather(float32[4, 9], dim=0, grad='sum') at test_mismatches.py:",
+            "rank 0: all_gather(float32[4, 8], dim=0, grad='sum') at test_checks.py:",
+            "rank 1: all_gather(float32[4, 9], dim=0, grad='sum') at test_checks.py:",
             "every dimension but 0",
         ],
     ),
@@ -114,7 +114,7 @@ def mismatched_backward(rank: int) -> None:
     (y if rank else z).sum().backward()
 
 
-# What notes call silent, and what used to abort: only checked() can see it, since there is nothing to exchange otherwise.
+# Mismatches that are silent, abort or hang without checked(): nothing is exchanged then that could reveal them.
 CHECKED: dict[str, tuple[Callable[[int], object], list[str]]] = {
     "SUM and MAX": (in_checked(lambda r: all_reduce(torch.ones(2), ["sum", "max"][r])), ["op='sum'", "op='max'"]),
     "all_reduce f32 and i32": (
@@ -122,8 +122,8 @@ CHECKED: dict[str, tuple[Callable[[int], object], list[str]]] = {
         ["int32[2]"],
     ),
     "all_reduce shapes": (in_checked(lambda r: all_reduce(torch.ones(2 + r))), ["float32[2]", "float32[3]"]),
-    "swapped calls": (in_checked(lambda r: two_calls(r, swapped=True)), ["test_mismatches.py:"]),
-    "skipped call": (in_checked(lambda r: two_calls(r, skipped=True)), ["test_mismatches.py:"]),
+    "swapped calls": (in_checked(lambda r: two_calls(r, swapped=True)), ["test_checks.py:"]),
+    "skipped call": (in_checked(lambda r: two_calls(r, skipped=True)), ["test_checks.py:"]),
     "roots": (in_checked(lambda r: broadcast(torch.ones(2), root=r)), ["broadcast(root=0)", "broadcast(root=1)"]),
     "wrong splits": (
         in_checked(lambda r: all_to_all_single(torch.ones(4), send_sizes=[2, 2], receive_sizes=[2 + r, 2])),
@@ -228,6 +228,21 @@ def test_bad_arguments_name_function_argument_and_value(call, message):
         call(torch.ones(2, 3))
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("unisono.package_of_tomorrow.layer", "caller"), ("torch.nn.module", "caller"), ("unisono_models.clip.train", "call")],
+)
+def test_user_frame_skips_torch_and_every_package_of_our_namespace(module, name):
+    """A list of our packages was hard-coded, so errors would have named a line inside any new one."""
+    space = {"__name__": module, "user_frame": user_frame}
+    exec("def call():\n    return user_frame()", space)  # what is defined here belongs to `module`
+
+    def caller() -> str:
+        return space["call"]()
+
+    assert caller().endswith(f" in {name}")
+
+
 def outsider() -> None:
     group = dist.new_group([0])
     if dist.get_rank() == 1:
@@ -235,7 +250,7 @@ def outsider() -> None:
             all_reduce(torch.ones(1), group=group)
 
 
-def test_group_that_this_rank_is_not_in_is_refused():
+def test_group_without_this_rank_raises():
     run_ranks(outsider, world_size=2)
 
 
@@ -250,3 +265,20 @@ def absent_rank() -> str:
 
 def test_absent_rank_is_an_error_at_the_groups_timeout():
     run_ranks(absent_rank, world_size=2, timeout=20)
+
+
+def mismatched_all_gather_raises_on_every_rank() -> None:
+    """The all_gather of x-clip hung, aborted or gave garbage for ranks of different shapes or dtypes."""
+    rank = dist.get_rank()
+    for x in (
+        torch.zeros(2, 3 + (rank == 1)),
+        torch.zeros((2, 3, 1) if rank else (2, 3)),
+        torch.zeros(2, dtype=torch.float32 if rank else torch.int32),
+        torch.zeros(2, dtype=torch.float32 if rank else torch.float64),
+    ):
+        with pytest.raises(MismatchError):
+            all_gather(x)
+
+
+def test_mismatched_all_gather_raises_on_every_rank():
+    run_ranks(mismatched_all_gather_raises_on_every_rank, world_size=3)

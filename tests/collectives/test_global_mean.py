@@ -1,4 +1,4 @@
-"""Without a process group everything is one rank; and the mean over a global batch is right beside real DDP."""
+"""global_mean is exact together with DDP, FSDP2 and summed gradients, on uneven batches."""
 
 import pytest
 import torch
@@ -6,29 +6,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.collectives.one_process import CASES, first_and_second, inputs_of, local_loss
-from unisono.collectives import all_gather, all_reduce, all_to_all, exchange_sizes, global_mean
+from unisono.collectives import all_reduce, global_mean
 from unisono.collectives.testing import run_ranks
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_no_process_group_is_one_rank(name):
-    assert not dist.is_initialized()
-    case = CASES[name]
-    (x,) = (x.requires_grad_() for x in inputs_of(case, 1))
-    (expected,) = case.reference([x])
-    y = case(x, None)
-    torch.testing.assert_close(y, expected)
-    assert y.data_ptr() != x.data_ptr() or y.numel() == 0, "the result is the caller's own"
-    got, want = (first_and_second(local_loss(result, 0), [x]) for result in (y, expected))
-    torch.testing.assert_close(got, want)
-
-
-def test_no_process_group_for_what_is_not_a_case():
-    x = torch.ones(3, 2)
-    assert exchange_sizes(x, 1) == (2,) and torch.equal(all_to_all([x])[0], x)
-    assert torch.equal(all_gather({"x": x}, sizes=[3])["x"], x)
-
 
 ROWS = (5, 0, 2, 4)
 
@@ -50,7 +29,7 @@ def per_sample(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (net(x) ** 2).sum(1)
 
 
-def mean_beside(sync: str, weighted: bool) -> None:
+def global_mean_with(sync: str, weighted: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     x, w = whole_batch(size)
     one = model()
@@ -80,8 +59,8 @@ def mean_beside(sync: str, weighted: bool) -> None:
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("sync", ["DDP", "FSDP2", "sum"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_global_mean_is_exact_beside(sync, world_size, weighted):
-    run_ranks(mean_beside, sync, weighted, world_size=world_size)
+def test_global_mean_is_exact_with(sync, world_size, weighted):
+    run_ranks(global_mean_with, sync, weighted, world_size=world_size)
 
 
 def mean_details() -> None:
