@@ -13,8 +13,7 @@ from tests.collectives.one_process import group_named
 from unisono.collectives import MismatchError, all_gather, all_reduce, checked, count_bytes
 from unisono.collectives.groups import resolve_group
 from unisono.collectives.testing import gradcheck, gradgradcheck
-from unisono.dataparallel.batch_norm import SyncBatchNorm
-from unisono.dataparallel.batch_normalization import sync_batch_norm
+from unisono.dataparallel.batch_norm import SyncBatchNorm, sync_batch_norm
 
 SPLITS = {1: (5,), 2: (4, 3), 3: (5, 0, 3), 4: (0, 1, 5, 2)}
 CHANNELS = 3

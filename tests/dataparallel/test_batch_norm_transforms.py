@@ -7,8 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.dataparallel.test_batch_norm import CHANNELS, batch, close
-from unisono.dataparallel.batch_norm import SyncBatchNorm
-from unisono.dataparallel.batch_normalization import sync_batch_norm
+from unisono.dataparallel.batch_norm import SyncBatchNorm, sync_batch_norm
 
 
 def transforms():

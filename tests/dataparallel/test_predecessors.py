@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 
 from unisono.dataparallel import ReplicaSet, broadcast, gather, parallel_apply, reduce_add, scatter
-from unisono.dataparallel.skeletons import Skeleton
+from unisono.dataparallel.replicas.replicate import ModuleTemplate
 
 CPUS = ["cpu"] * 4
 
@@ -121,14 +121,14 @@ def test_a_module_shared_by_threads_is_a_race_and_skeletons_are_none():
     module, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(5, 3)
     states = [{name: p.detach() * (k + 1) for name, p in module.named_parameters()} for k in range(4)]
     expected = [functional_call(module, state, (x,)) for state in states]
-    skeletons = [Skeleton(module) for _ in states]
+    skeletons = [ModuleTemplate(module) for _ in states]
     everyone = threading.Barrier(4, timeout=30)  # all have put theirs in before any goes on
 
     def call(module: nn.Module) -> Tensor:
         everyone.wait()
         return module(x)
 
-    def fill(skeleton: Skeleton, state: dict[str, Tensor]) -> Tensor:
+    def fill(skeleton: ModuleTemplate, state: dict[str, Tensor]) -> Tensor:
         return skeleton.call({id(p): state[name] for name, p in module.named_parameters()}, call)
 
     found = parallel_apply([partial(fill, s) for s in skeletons], states, CPUS)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from unisono.dataparallel import ReplicaSet, broadcast, gather, reduce_add, scatter
-from unisono.dataparallel.copying import Copies, copy_stream
+from unisono.dataparallel.replicas.devices import Copies, copy_stream
 
 DEVICES = [f"pretend:{k}" for k in range(4)]
 

@@ -1,20 +1,58 @@
-"""Copies between devices: on streams of their own, from and to pinned memory, wherever a device has streams.
-
-A copy is started, and joined later: what the joining thread does on its current streams then comes after it. In between the
-host and the devices go on with other work. Everything is made of torch's own differentiable copies, so that gradients of any
-order travel the same way back; autograd itself orders the streams of a backward pass.
-"""
+"""Which devices take part: torch's own names, made full."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from unisono.dataparallel.devices import is_accelerator, on_stream
+Device: TypeAlias = str | int | torch.device
+
+
+def resolve_device(function: str, argument: str, device: Device) -> torch.device:
+    """`device` as tensors name theirs: "cuda" is the current CUDA device, "cpu:0" is "cpu"."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{function}: {argument}={device!r} is not a device: {error}") from error
+    if found.type in ("cpu", "meta"):
+        return torch.device(found.type)
+    if found.index is not None:
+        return found
+    return torch.device(found.type, torch.accelerator.current_device_index() if is_accelerator(found) else 0)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Of the kind that this process has: not so for fake tensors of a device that is not there."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type == device.type
+
+
+def resolve_devices(function: str, devices: Sequence[Device]) -> list[torch.device]:
+    """At least one; the same device may stand there several times."""
+    if isinstance(devices, (str, int, torch.device)) or not len(devices):
+        raise ValueError(
+            f"{function}: devices={devices!r} must be a sequence of at least one device, ['cuda:0', 'cuda:1'] for instance"
+        )
+    return [resolve_device(function, "devices", device) for device in devices]
+
+
+@contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Makes `stream`, and its device, the current one. Unlike `with stream:`, which remembers in the stream what to go back
+    to, for several threads at a time."""
+    with torch.accelerator.device_index(stream.device.index):
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
 
 _CPU = torch.device("cpu")
 _streams: dict[torch.device, torch.Stream | None] = {}  # by full device; None where a device has no streams
@@ -67,7 +105,7 @@ class Copies:
         self._arriving, self._leaving = [], {}
 
 
-def copy_all(pairs: Iterable[tuple[Tensor, torch.device]]) -> list[Tensor]:
+def copy_tensors(pairs: Iterable[tuple[Tensor, torch.device]]) -> list[Tensor]:
     """Each tensor on the device beside it. All copies are under way before the first is waited for."""
     copies = Copies()
     arrived = [copies.start(x, device) for x, device in pairs]
@@ -75,7 +113,7 @@ def copy_all(pairs: Iterable[tuple[Tensor, torch.device]]) -> list[Tensor]:
     return arrived
 
 
-def spread(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+def copy_to_devices(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     """`x` on each of `devices`: itself where it is, else a copy.
 
     Backward: the sum of the gradients in the order of `devices`. Autograd alone would add them as they come, and the last
@@ -83,13 +121,13 @@ def spread(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     """
     recording = x.requires_grad and torch.is_grad_enabled()
     if len(devices) < 2 or not recording or torch._C._are_functorch_transforms_active():
-        return copy_all((x, device) for device in devices)
-    return copy_all(zip(_Fork.apply(x, len(devices)), devices, strict=True))
+        return copy_tensors((x, device) for device in devices)
+    return copy_tensors(zip(_Fork.apply(x, len(devices)), devices, strict=True))
 
 
-def add_up(xs: Sequence[Tensor], device: torch.device) -> Tensor:
+def sum_on_device(xs: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum of `xs` on `device`, in their order: a new tensor."""
-    arrived = copy_all((x, device) for x in xs)
+    arrived = copy_tensors((x, device) for x in xs)
     if len(arrived) == 1:
         return arrived[0].clone() if arrived[0] is xs[0] else arrived[0]
     total = arrived[0] + arrived[1]
@@ -111,7 +149,7 @@ class _Fork(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return add_up(gradients, gradients[0].device), None
+        return sum_on_device(gradients, gradients[0].device), None
 
 
 def copy_stream(device: torch.device) -> torch.Stream | None:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.dataparallel.copying import add_up, spread
-from unisono.dataparallel.devices import Device, full_device, full_devices
+from unisono.dataparallel.replicas.devices import Device, copy_to_devices, resolve_device, resolve_devices, sum_on_device
 
 BUCKET_BYTES = 10 * 2**20
 
@@ -31,18 +30,18 @@ def broadcast(tensors: Sequence[Tensor], devices: Sequence[Device], *, bucket_by
         >>> broadcast([torch.ones(2), torch.tensor(3)], ["cpu", "cpu"])
         [[tensor([1., 1.]), tensor(3)], [tensor([1., 1.]), tensor(3)]]
     """
-    targets = full_devices("broadcast", devices)
-    _check_tensors("broadcast", "tensors", tensors)
-    _check_bytes("broadcast", bucket_bytes)
+    targets = resolve_devices("broadcast", devices)
+    _validate_tensors("broadcast", "tensors", tensors)
+    _validate_bucket_bytes("broadcast", bucket_bytes)
     results: list[list[Any]] = [[None] * len(tensors) for _ in targets]
     for bucket in _fill([(x.device, x.dtype, _wants_gradient(x)) for x in tensors], tensors, bucket_bytes):
         parts = [tensors[place] for place in bucket]
         source = parts[0].device
         others = [target for target in targets if target != source]
         if len(bucket) == 1:
-            travelled = iter([copy] for copy in spread(parts[0], others))
+            travelled = iter([copy] for copy in copy_to_devices(parts[0], others))
         else:
-            buffers = spread(_flatten(parts), others) if others else []
+            buffers = copy_to_devices(_flatten(parts), others) if others else []
             travelled = iter(_unflatten(buffer, parts) for buffer in buffers)
         for result, target in zip(results, targets, strict=True):
             copies = [x.clone() for x in parts] if target == source else next(travelled)
@@ -63,9 +62,9 @@ def reduce_add(rows: Sequence[Sequence[Tensor]], device: Device, *, bucket_bytes
         >>> reduce_add([[torch.ones(2)], [torch.full((2,), 3.0)]], "cpu")
         [tensor([4., 4.])]
     """
-    target = full_device("reduce_add", "device", device)
-    _check_rows(rows)
-    _check_bytes("reduce_add", bucket_bytes)
+    target = resolve_device("reduce_add", "device", device)
+    _validate_rows(rows)
+    _validate_bucket_bytes("reduce_add", bucket_bytes)
     results: list[Any] = [None] * len(rows[0])
     keys = [
         (tuple(row[k].device for row in rows), x.dtype, _wants_gradient(*(row[k] for row in rows)))
@@ -74,10 +73,10 @@ def reduce_add(rows: Sequence[Sequence[Tensor]], device: Device, *, bucket_bytes
     for bucket in _fill(keys, rows[0], bucket_bytes):
         columns = [[row[place] for row in rows] for place in bucket]
         if len(bucket) == 1 or all(x.device == target for x in columns[0]):
-            totals = [add_up(column, target) for column in columns]
+            totals = [sum_on_device(column, target) for column in columns]
         else:
             buffers = [_flatten(parts) for parts in zip(*columns, strict=True)]
-            totals = _unflatten(add_up(buffers, target), [column[0] for column in columns])
+            totals = _unflatten(sum_on_device(buffers, target), [column[0] for column in columns])
         for place, total in zip(bucket, totals, strict=True):
             results[place] = total
     return results
@@ -114,22 +113,22 @@ def _wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _check_tensors(function: str, argument: str, tensors: Sequence[Tensor]) -> None:
+def _validate_tensors(function: str, argument: str, tensors: Sequence[Tensor]) -> None:
     if isinstance(tensors, Tensor) or not all(isinstance(x, Tensor) for x in tensors):
         kinds = "a Tensor" if isinstance(tensors, Tensor) else ", ".join(type(x).__name__ for x in tensors)
         raise TypeError(f"{function}: {argument}: expected a sequence of tensors, got {kinds}")
 
 
-def _check_bytes(function: str, bucket_bytes: int) -> None:
+def _validate_bucket_bytes(function: str, bucket_bytes: int) -> None:
     if bucket_bytes < 1:
         raise ValueError(f"{function}: bucket_bytes={bucket_bytes} must be at least 1")
 
 
-def _check_rows(rows: Sequence[Sequence[Tensor]]) -> None:
+def _validate_rows(rows: Sequence[Sequence[Tensor]]) -> None:
     if not len(rows):
         raise ValueError("reduce_add: rows=[]: expected at least one row")
     for number, row in enumerate(rows):
-        _check_tensors("reduce_add", f"rows[{number}]", row)
+        _validate_tensors("reduce_add", f"rows[{number}]", row)
         if len(row) != len(rows[0]):
             raise ValueError(f"reduce_add: rows[{number}] has {len(row)} tensors, but rows[0] has {len(rows[0])}")
         for place, (x, first) in enumerate(zip(row, rows[0], strict=True)):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
+from unisono.collectives.groups import GroupRanks, process_group
 from unisono.collectives.wire import start_all_reduce
 
 _MANY_SMALL = 2**15  # elements: below, on average, one call for all gradients of a bucket beats a scaling copy of each
@@ -16,7 +20,7 @@ _FIRST = 2**20  # bytes
 _WORTH_NO_COPY = 2**14  # elements
 
 
-class Spec(NamedTuple):
+class GradientSpec(NamedTuple):
     """What a gradient looks like."""
 
     shape: torch.Size
@@ -52,7 +56,9 @@ class Bucket:
     `members`: their places in `specs`. Fill it, start it, wait for it; then `views` holds the sums over the ranks.
     """
 
-    def __init__(self, members: Sequence[int], specs: Sequence[Spec], buffers: Buffers, slot: int, at_least: int) -> None:
+    def __init__(
+        self, members: Sequence[int], specs: Sequence[GradientSpec], buffers: Buffers, slot: int, at_least: int
+    ) -> None:
         self.members = tuple(members)
         self.shapes = [specs[member].shape for member in members]
         self.sizes = [shape.numel() for shape in self.shapes]
@@ -114,7 +120,7 @@ class Bucket:
         return self._own_wire
 
 
-def plan_buckets(specs: Sequence[Spec], members: Collection[int], bucket_bytes: int) -> list[list[int]]:
+def plan_buckets(specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int) -> list[list[int]]:
     """Which of the `members` share a bucket, in the order in which the buckets become complete.
 
     Backward makes the gradients of the last parameters first. A bucket has one device and one dtype and at most
@@ -137,7 +143,7 @@ def plan_buckets(specs: Sequence[Spec], members: Collection[int], bucket_bytes: 
 
 
 def make_buckets(
-    specs: Sequence[Spec], members: Collection[int], bucket_bytes: int, buffers: Buffers, slots: int | None
+    specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int, buffers: Buffers, slots: int | None
 ) -> list[Bucket]:
     """The buckets of `plan_buckets`, which take turns in `slots` pieces of memory, or have one each for slots=None."""
     totals = _bytes_by_kind(specs, members)
@@ -151,7 +157,7 @@ def make_buckets(
     return buckets
 
 
-def _bytes_by_kind(specs: Sequence[Spec], members: Collection[int]) -> dict[tuple[torch.device, torch.dtype], int]:
+def _bytes_by_kind(specs: Sequence[GradientSpec], members: Collection[int]) -> dict[tuple[torch.device, torch.dtype], int]:
     totals: dict[tuple[torch.device, torch.dtype], int] = {}
     for member in members:
         _, dtype, device = specs[member]
@@ -173,3 +179,81 @@ def _may_travel_itself(grad: Tensor) -> bool:
 def _real(x: Tensor) -> Tensor:
     """Backends add real numbers."""
     return torch.view_as_real(x) if x.is_complex() else x
+
+
+class BucketLauncher:
+    """Sends `buckets` while gradients arrive. What it sends is a copy: every p.grad stays what this rank made of it.
+
+    Hooks may run in any of autograd's threads, one for each device.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        specs: Sequence[GradientSpec],
+        buckets: Sequence[Bucket],
+        scale: float,
+        ranks: GroupRanks,
+    ) -> None:
+        self.parameters, self.specs, self.buckets, self.scale, self.ranks = parameters, specs, buckets, scale, ranks
+        self.launched = 0
+        self._lock = Lock()
+        self._awaited = [set(bucket.members) for bucket in buckets]
+        self._streams: list[set[torch.Stream]] = [set() for _ in buckets]
+        self._sent: dict[int, tuple[Tensor | None, int]] = {}  # the gradient, and how often it had been written to
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, buckets leave by themselves."""
+        handles = []
+        try:
+            for place, bucket in enumerate(self.buckets):
+                for member in bucket.members:
+                    hook = partial(self._arrive, place, member)
+                    handles.append(self.parameters[member].register_post_accumulate_grad_hook(hook))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def launch_rest(self) -> None:
+        """Send what has not left, with zeros for gradients that never came."""
+        with self._lock:
+            while self.launched < len(self.buckets):
+                self._launch()
+
+    def late(self) -> list[int]:
+        """Members whose p.grad is no longer what was sent: more was added."""
+        now = ((member, self.parameters[member].grad, sent) for member, sent in self._sent.items())
+        return [member for member, grad, (sent, writes) in now if grad is not sent or _writes(grad) != writes]
+
+    def _arrive(self, place: int, member: int, parameter: Tensor) -> None:
+        with self._lock:
+            self._awaited[place].discard(member)
+            if parameter.device.type != "cpu":
+                self._streams[place].add(torch.accelerator.current_stream(parameter.device))
+            while self.launched < len(self.buckets) and not self._awaited[self.launched]:
+                self._launch()
+
+    def _launch(self) -> None:
+        bucket = self.buckets[self.launched]
+        if streams := self._streams[self.launched]:
+            # the last gradient may have come on another stream than the others, or from another device
+            current = torch.accelerator.current_stream(bucket.device)
+            for stream in streams - {current}:
+                current.wait_stream(stream)
+        grads = [self.parameters[member].grad for member in bucket.members]
+        for member, grad in zip(bucket.members, grads, strict=True):
+            self._sent[member] = grad, _writes(grad)
+        dense = [
+            grad if grad is not None and self.specs[member].fits(grad) else None
+            for member, grad in zip(bucket.members, grads, strict=True)
+        ]
+        with torch.no_grad():
+            bucket.fill(dense, self.scale, in_place=False)
+            bucket.start(process_group(self.ranks))
+        self.launched += 1
+
+
+def _writes(grad: Tensor | None) -> int:
+    return 0 if grad is None else grad._version

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from unisono.collectives import MismatchError
 from unisono.collectives.checks import describe, user_frame, validate_across_ranks
 from unisono.collectives.groups import GroupRanks, backend_for, process_group
-from unisono.dataparallel.buckets import Spec
+from unisono.dataparallel.gradient_sync.buckets import GradientSpec
 
 _BITS = 60  # flags in one int64
 _KINDS = 256  # what a rank may say of one gradient: 0, it came late; otherwise how many sparse dimensions it has
@@ -25,7 +25,7 @@ _RULE = (
 )
 
 
-class Survey(NamedTuple):
+class LocalGradients(NamedTuple):
     """This rank's gradients, what the others must know of them (nothing, if all are there and dense), and what is wrong."""
 
     grads: list[Tensor | None]
@@ -33,7 +33,7 @@ class Survey(NamedTuple):
     problem: str
 
 
-class Holdings(NamedTuple):
+class GlobalGradients(NamedTuple):
     """What the ranks have together: the same on each of them."""
 
     dense: tuple[int, ...]  # parameters with a dense gradient on some rank
@@ -41,7 +41,7 @@ class Holdings(NamedTuple):
     late: frozenset[int]  # those that some rank has not sent in a bucket as they are now
 
 
-def collect(parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], str]:
+def validate_parameters(parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], str]:
     """Each parameter once, and what is wrong with them."""
     if isinstance(parameters, Tensor):
         parameters = [parameters]
@@ -65,7 +65,9 @@ def collect(parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], str]:
     return list({id(p): p for p in given}.values()), ""
 
 
-def survey_gradients(parameters: Sequence[Tensor], specs: Sequence[Spec], *, late: Collection[int] = ()) -> Survey:
+def find_local_gradients(
+    parameters: Sequence[Tensor], specs: Sequence[GradientSpec], *, late: Collection[int] = ()
+) -> LocalGradients:
     """`late`: gradients that are no longer what this rank has sent."""
     grads = [p.grad for p in parameters]
     missing: list[int] = []
@@ -87,14 +89,16 @@ def survey_gradients(parameters: Sequence[Tensor], specs: Sequence[Spec], *, lat
                 f"{found.device}, a {type(found).__name__} of {found.layout}"
             )
     if not missing and not codes:
-        return Survey(grads, [], problem)
+        return LocalGradients(grads, [], problem)
     flags = [0] * _words(len(grads))
     for place in missing:
         flags[place // _BITS] |= 1 << place % _BITS
-    return Survey(grads, [*flags, *codes], problem)
+    return LocalGradients(grads, [*flags, *codes], problem)
 
 
-def exchange_holdings(specs: Sequence[Spec], survey: Survey, call: tuple[str, str, str], ranks: GroupRanks) -> Holdings:
+def exchange_presence(
+    specs: Sequence[GradientSpec], local: LocalGradients, call: tuple[str, str, str], ranks: GroupRanks
+) -> GlobalGradients:
     """What all ranks have, once they agree on the `call`: the step, the options and the signature of the parameters."""
 
     def words() -> str:
@@ -104,7 +108,7 @@ def exchange_holdings(specs: Sequence[Spec], survey: Survey, call: tuple[str, st
         return f"{call[0]} of {len(specs)} parameters, {elements:,} elements, {call[1]}, at {user_frame()}: {listed}"
 
     device = specs[0].device if specs else None
-    numbers, problem = survey.numbers, survey.problem
+    numbers, problem = local.numbers, local.problem
     try:
         table = validate_across_ranks(
             "sync_gradients", ranks, same=call, numbers=numbers, words=words, device=device, rule=_RULE, problem=problem
@@ -116,14 +120,14 @@ def exchange_holdings(specs: Sequence[Spec], survey: Survey, call: tuple[str, st
     return _read(table, len(specs))
 
 
-def sign(specs: Sequence[Spec]) -> str:
+def parameter_signature(specs: Sequence[GradientSpec]) -> str:
     """Equal on ranks whose parameters belong together: their devices may have other numbers, but are divided alike."""
     devices: dict[torch.device, int] = {}
     texts = [f"{_describe(spec)}{spec.device.type}{devices.setdefault(spec.device, len(devices))}" for spec in specs]
     return hashlib.blake2b(";".join(texts).encode(), digest_size=8).hexdigest()
 
 
-def device_problem(devices: Collection[torch.device], ranks: GroupRanks) -> str:
+def device_error(devices: Collection[torch.device], ranks: GroupRanks) -> str:
     for device in devices if ranks.size > 1 else ():
         try:
             backend_for(device, process_group(ranks))
@@ -132,10 +136,10 @@ def device_problem(devices: Collection[torch.device], ranks: GroupRanks) -> str:
     return ""
 
 
-def _read(table: list[list[int]], number: int) -> Holdings:
+def _read(table: list[list[int]], number: int) -> GlobalGradients:
     everything = range(number)
     if not any(table):
-        return Holdings(tuple(everything), {}, frozenset())
+        return GlobalGradients(tuple(everything), {}, frozenset())
     dense: set[int] = set()
     dims: dict[int, set[int]] = {}
     late: set[int] = set()
@@ -149,14 +153,14 @@ def _read(table: list[list[int]], number: int) -> Holdings:
         dense |= set(everything) - missing - sparse.keys()
     dense |= {place for place, found in dims.items() if len(found) > 1}  # no common sparse form
     only_sparse = {place: found.pop() for place, found in sorted(dims.items()) if place not in dense}
-    return Holdings(tuple(sorted(dense)), only_sparse, frozenset(late | dims.keys()))
+    return GlobalGradients(tuple(sorted(dense)), only_sparse, frozenset(late | dims.keys()))
 
 
 def _words(number: int) -> int:
     return -(-number // _BITS)
 
 
-def _describe(spec: Spec) -> str:
+def _describe(spec: GradientSpec) -> str:
     return f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}"
 
 

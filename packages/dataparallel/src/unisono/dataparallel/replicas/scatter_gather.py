@@ -11,8 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from unisono.collectives.pytree import TreeStructure, tree_flatten
 from unisono.collectives.sizes import even_sizes
-from unisono.dataparallel.copying import Copies, spread
-from unisono.dataparallel.devices import Device, full_devices
+from unisono.dataparallel.replicas.devices import Copies, Device, copy_to_devices, resolve_device, resolve_devices
 
 T = TypeVar("T")
 Tree = TypeVar("Tree")
@@ -53,11 +52,11 @@ def scatter(tree: Tree, devices: Sequence[Device], *, dim: int = 0, sizes: Seque
         >>> scatter({"x": torch.arange(5), "flag": True}, ["cpu", "cpu"])
         [{'x': tensor([0, 1, 2]), 'flag': True}, {'x': tensor([3, 4]), 'flag': True}]
     """
-    trees, _ = split("scatter", tree, full_devices("scatter", devices), dim=dim, sizes=sizes)
+    trees, _ = split_tree("scatter", tree, resolve_devices("scatter", devices), dim=dim, sizes=sizes)
     return trees
 
 
-def split(
+def split_tree(
     function: str, tree: Tree, devices: Sequence[torch.device], *, dim: int, sizes: Sequence[int] | None = None
 ) -> tuple[list[Tree], list[int] | None]:
     """What scatter gives, and the rows of each device (of its longest part); None if nothing was there to split."""
@@ -82,23 +81,26 @@ def split(
         else:
             columns.append(_repeat(leaf, devices))
     copies = Copies()
-    trees = [structure.unflatten([start(column[k], device, copies) for column in columns]) for k, device in enumerate(devices)]
+    trees = [
+        structure.unflatten([start_copy(column[k], device, copies) for column in columns]) for k, device in enumerate(devices)
+    ]
     copies.join()
     if longest < 0:
         return trees, None
     return trees, list(even_sizes(longest, len(devices)) if sizes is None else sizes)
 
 
-def start(leaf: Any, device: torch.device, copies: Copies) -> Any:
+def start_copy(leaf: Any, device: torch.device, copies: Copies) -> Any:
     """`leaf` on `device`, once `copies` are joined."""
     return copies.start(leaf, device) if isinstance(leaf, Tensor) else leaf
 
 
-def move(tree: Any, device: torch.device, copies: Copies) -> Any:
+def move_tree(tree: Any, device: torch.device, copies: Copies) -> Any:
     """`tree` on `device`, once `copies` are joined; what stands in Replicate as if it did not."""
     leaves, structure = tree_flatten(tree)
     inner = (
-        move(leaf.value, device, copies) if isinstance(leaf, Replicate) else start(leaf, device, copies) for leaf in leaves
+        move_tree(leaf.value, device, copies) if isinstance(leaf, Replicate) else start_copy(leaf, device, copies)
+        for leaf in leaves
     )
     return structure.unflatten(list(inner))
 
@@ -106,7 +108,7 @@ def move(tree: Any, device: torch.device, copies: Copies) -> Any:
 def _repeat(leaf: Any, devices: Sequence[torch.device]) -> Sequence[Any]:
     """All of `leaf` for every device."""
     if isinstance(leaf, Tensor):
-        return spread(leaf, devices)
+        return copy_to_devices(leaf, devices)
     if not isinstance(leaf, Replicate):
         return [leaf] * len(devices)
     leaves, structure = tree_flatten(leaf.value)
@@ -132,3 +134,86 @@ def _divide(
             f"{tuple(x.shape)} has {x.shape[dim]} along dim {dim}"
         )
     return x.split_with_sizes(list(sizes), dim)
+
+
+Tree = TypeVar("Tree")
+
+
+def gather(trees: Sequence[Tree], device: Device, *, dim: int = 0) -> Tree:
+    """Put the tensors of `trees`, which have one structure, together along `dim` on `device`, in the order of the trees.
+
+    Tensors without dimensions become a vector with one entry for each tree. What is not a tensor is kept once if it is equal
+    in all trees, else as a list with one entry for each tree: no value is lost. Of what stands in Replicate the first
+    tree's is taken. Tensors of the result are new, also those of a single tree.
+
+    Backward: scatter: every part gets its slice of the gradient, on its own device.
+
+    Example:
+        >>> import torch
+        >>> gather([{"x": torch.tensor([1, 2]), "n": 2}, {"x": torch.tensor([3]), "n": 1}], "cpu")
+        {'x': tensor([1, 2, 3]), 'n': [2, 1]}
+    """
+    target = resolve_device("gather", "device", device)
+    if not len(trees):
+        raise ValueError("gather: trees=[]: expected at least one tree")
+    flat = [tree_flatten(tree) for tree in trees]
+    structure = flat[0][1]
+    for number, (_, other) in enumerate(flat[1:], 1):
+        if other != structure:
+            raise ValueError(
+                f"gather: trees: tree {number} is {other}, but tree 0 is {structure}; they must have one structure"
+            )
+    copies = Copies()
+    columns = [
+        _move(column, target, copies, structure, place)
+        for place, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True))
+    ]
+    copies.join()
+    result: Tree = structure.unflatten([_join(column, dim, structure, place) for place, column in enumerate(columns)])
+    return result
+
+
+def _move(column: Sequence[Any], target: torch.device, copies: Copies, structure: TreeStructure, place: int) -> list[Any]:
+    if all(isinstance(leaf, Tensor) for leaf in column):
+        return [copies.start(x, target) for x in column]
+    kinds = {Tensor if isinstance(leaf, Tensor) else Replicate if isinstance(leaf, Replicate) else object for leaf in column}
+    if len(kinds) > 1:
+        found = ", ".join(type(leaf).__name__ for leaf in column)
+        raise TypeError(f"gather: trees: {_name(structure, place)} is {found}, tree by tree; it must be of one kind in all")
+    if Replicate in kinds:
+        return [Replicate(move_tree(column[0].value, target, copies))]
+    return list(column)
+
+
+def _join(column: list[Any], dim: int, structure: TreeStructure, place: int) -> Any:
+    first = column[0]
+    if isinstance(first, Replicate):
+        return first.value
+    if not isinstance(first, Tensor):
+        return first if all(_equal(first, other) for other in column[1:]) else column
+    dtype = first.dtype
+    if any(x.dtype != dtype for x in column):
+        found = ", ".join(str(x.dtype) for x in column)
+        raise ValueError(f"gather: trees: {_name(structure, place)} has dtypes {found}, tree by tree; they must be the same")
+    if first.ndim == 0 and not any(x.ndim for x in column):
+        return torch.stack(column)
+    try:
+        return torch.cat(column, dim)
+    except (RuntimeError, IndexError) as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in column)
+        raise ValueError(
+            f"gather: trees: {_name(structure, place)} has shapes {shapes}, tree by tree, which do not fit along dim={dim}"
+        ) from error
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Objects whose == gives no plain truth, as that of arrays does, are equal only if they are the same."""
+    if one is other:
+        return True
+    equal = type(one) is type(other) and one == other
+    return bool(equal) if getattr(equal, "ndim", 0) == 0 else False
+
+
+def _name(structure: TreeStructure, place: int) -> str:
+    path = structure.paths()[place]
+    return f"the leaf {path}" if path else "each tree"

@@ -1,4 +1,4 @@
-"""Gradients averaged or added over ranks when you say so: for steps with several backward passes, where DDP is in the way."""
+"""Sparse gradients (COO, as nn.Embedding(sparse=True) makes them) are gathered, not reduced: only touched rows travel."""
 
 from __future__ import annotations
 
@@ -10,21 +10,50 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from unisono.collectives import Group
+from unisono.collectives import Group, all_gather
 from unisono.collectives.functional.reduce import GradReduce
-from unisono.collectives.groups import GroupRanks, process_group, resolve_group
-from unisono.dataparallel.buckets import Bucket, Buffers, Spec, make_buckets
-from unisono.dataparallel.gradient_survey import (
-    Holdings,
-    Survey,
-    collect,
-    device_problem,
-    exchange_holdings,
-    sign,
-    survey_gradients,
+from unisono.collectives.groups import GroupRanks, as_group, process_group, resolve_group
+from unisono.dataparallel.gradient_sync.buckets import Bucket, BucketLauncher, Buffers, GradientSpec, make_buckets
+from unisono.dataparallel.gradient_sync.presence import (
+    GlobalGradients,
+    LocalGradients,
+    device_error,
+    exchange_presence,
+    find_local_gradients,
+    parameter_signature,
+    validate_parameters,
 )
-from unisono.dataparallel.overlap import Launcher
-from unisono.dataparallel.sparse_gradients import add_up_sparse
+
+
+def sum_sparse_gradients(
+    grads: Sequence[Tensor | None], specs: Sequence[GradientSpec], sparse_dims: Sequence[int], scale: float, ranks: GroupRanks
+) -> list[Tensor]:
+    """For each parameter `scale` times the sum over ranks, coalesced, the same on every rank.
+
+    `sparse_dims`: the number of sparse dimensions of each, which all ranks share; a rank with no gradient adds nothing.
+    One exchange for all gradients of a device.
+    """
+    results: dict[int, Tensor] = {}
+    for device in dict.fromkeys(spec.device for spec in specs):
+        places = [place for place, spec in enumerate(specs) if spec.device == device]
+        parts = [_parts(grads[place], specs[place], sparse_dims[place], scale) for place in places]
+        gathered = all_gather(parts, group=as_group(ranks))
+        for place, (indices, values) in zip(places, gathered, strict=True):
+            size = specs[place].shape
+            total = torch.sparse_coo_tensor(indices.t(), values, size, check_invariants=False, is_coalesced=False)
+            results[place] = total.coalesce()
+    return [results[place] for place in range(len(specs))]
+
+
+def _parts(grad: Tensor | None, spec: GradientSpec, sparse_dim: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Rows of (indices, values), with none twice."""
+    if grad is None:
+        indices = torch.empty(0, sparse_dim, dtype=torch.int64, device=spec.device)
+        return indices, torch.empty(0, *spec.shape[sparse_dim:], dtype=spec.dtype, device=spec.device)
+    grad = grad.detach().coalesce()
+    values = grad.values()
+    return grad.indices().t().contiguous(), values * scale if scale != 1 else values
+
 
 BUCKET_BYTES = 25 * 2**20
 _IN_FLIGHT = 3  # buckets at a time, outside overlap(): one is being filled while others are on the wire
@@ -94,13 +123,13 @@ class GradientSync:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.reduce, self.group, self.bucket_bytes = reduce, group, bucket_bytes
-        self._given, self._problem = collect(parameters)
+        self._given, self._problem = validate_parameters(parameters)
         if reduce not in ("mean", "sum"):
             self._problem = f"reduce must be 'mean' or 'sum', got {reduce!r}"
         if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
             self._problem = f"bucket_bytes must be a positive int, got {bucket_bytes!r}"
         self._parameters: list[Tensor] = []  # those that required a gradient in the last call
-        self._specs: list[Spec] = []
+        self._specs: list[GradientSpec] = []
         self._devices: set[torch.device] = set()
         self._signature = ""
         self._expected: tuple[int, ...] = ()  # the dense gradients of the last call; the same on all ranks
@@ -112,15 +141,15 @@ class GradientSync:
     def __call__(self) -> None:
         """The same as sync_gradients."""
         ranks = self._begin()
-        survey = survey_gradients(self._parameters, self._specs)
-        if survey.problem and self._refresh():
-            survey = survey_gradients(self._parameters, self._specs)
-        holdings = self._agree("sync", survey, ranks)
+        local = find_local_gradients(self._parameters, self._specs)
+        if local.problem and self._refresh():
+            local = find_local_gradients(self._parameters, self._specs)
+        found = self._agree("sync", local, ranks)
         if ranks.size > 1:
             with self._communicating(ranks):
-                self._reduce_sparse(survey.grads, holdings.sparse, ranks)
-                self._reduce_dense(survey.grads, holdings.dense, ranks)
-            self._expected = holdings.dense
+                self._reduce_sparse(local.grads, found.sparse, ranks)
+                self._reduce_dense(local.grads, found.dense, ranks)
+            self._expected = found.dense
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
@@ -139,9 +168,9 @@ class GradientSync:
         """
         ranks = self._begin()
         self._refresh()
-        self._agree(f"overlap, expecting {self._expected}", Survey([], [], ""), ranks)
+        self._agree(f"overlap, expecting {self._expected}", LocalGradients([], [], ""), ranks)
         buckets = self._buckets(self._expected, None) if ranks.size > 1 else []
-        launcher = Launcher(self._parameters, self._specs, buckets, self._scale(ranks), ranks)
+        launcher = BucketLauncher(self._parameters, self._specs, buckets, self._scale(ranks), ranks)
         self._overlapping = True
         try:
             with launcher.listening():
@@ -154,19 +183,19 @@ class GradientSync:
             self._overlapping = False
         with self._communicating(ranks):
             launcher.launch_rest()
-            survey = survey_gradients(self._parameters, self._specs, late=launcher.late())
+            local = find_local_gradients(self._parameters, self._specs, late=launcher.late())
             try:
-                holdings = self._agree("end of overlap", survey, ranks)
+                found = self._agree("end of overlap", local, ranks)
             finally:
                 for bucket in buckets:
                     bucket.wait()
             if ranks.size > 1:
-                arrived = (set(holdings.dense) & set(self._expected)) - holdings.late
+                arrived = (set(found.dense) & set(self._expected)) - found.late
                 for bucket in buckets:
-                    self._write_back(bucket, survey.grads, arrived)
-                self._reduce_sparse(survey.grads, holdings.sparse, ranks)
-                self._reduce_dense(survey.grads, tuple(place for place in holdings.dense if place not in arrived), ranks)
-        self._expected = holdings.dense
+                    self._write_back(bucket, local.grads, arrived)
+                self._reduce_sparse(local.grads, found.sparse, ranks)
+                self._reduce_dense(local.grads, tuple(place for place in found.dense if place not in arrived), ranks)
+        self._expected = found.dense
 
     def __repr__(self) -> str:
         return f"GradientSync({len(self._given)} parameters, reduce={self.reduce!r}, bucket_bytes={self.bucket_bytes})"
@@ -182,20 +211,20 @@ class GradientSync:
 
     def _refresh(self) -> bool:
         """Whether parameters were moved or converted since the last time, or are others."""
-        specs = [Spec(p.shape, p.dtype, p.device) for p in self._parameters]
+        specs = [GradientSpec(p.shape, p.dtype, p.device) for p in self._parameters]
         changed = specs != self._specs
         if changed:
-            self._specs, self._signature, self._devices = specs, sign(specs), {spec.device for spec in specs}
+            self._specs, self._signature, self._devices = specs, parameter_signature(specs), {spec.device for spec in specs}
             self._expected, self._plans = (), {}
         return changed
 
-    def _agree(self, step: str, survey: Survey, ranks: GroupRanks) -> Holdings:
+    def _agree(self, step: str, local: LocalGradients, ranks: GroupRanks) -> GlobalGradients:
         options = f"reduce={self.reduce!r}, bucket_bytes={self.bucket_bytes}"
-        problem = self._problem or survey.problem or device_problem(self._devices, ranks)
+        problem = self._problem or local.problem or device_error(self._devices, ranks)
         if self._abandoned:
             step = f"{step}, after blocks that raised when {self._abandoned} buckets had left"
         with torch.inference_mode(False):
-            return exchange_holdings(self._specs, survey._replace(problem=problem), (step, options, self._signature), ranks)
+            return exchange_presence(self._specs, local._replace(problem=problem), (step, options, self._signature), ranks)
 
     def _scale(self, ranks: GroupRanks) -> float:
         return 1 / ranks.size if self.reduce == "mean" else 1.0
@@ -241,7 +270,7 @@ class GradientSync:
             return
         mine, specs = [grads[member] for member in members], [self._specs[member] for member in members]
         for member, total in zip(
-            members, add_up_sparse(mine, specs, [*members.values()], self._scale(ranks), ranks), strict=True
+            members, sum_sparse_gradients(mine, specs, [*members.values()], self._scale(ranks), ranks), strict=True
         ):
             grad = grads[member]
             if grad is None:
