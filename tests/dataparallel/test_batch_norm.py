@@ -275,7 +275,7 @@ def bad_calls():
         sync_batch_norm(x, None, None, torch.ones(2), training=True)
     with pytest.raises(ValueError, match="eps=0 must be positive"):
         sync_batch_norm(x, None, None, training=True, eps=0)
-    with pytest.raises(ValueError, match="running_mean=None, which training=False"):
+    with pytest.raises(ValueError, match="running_mean=None, but training=False"):
         sync_batch_norm(x, None, None, training=False)
     with checked():
         SyncBatchNorm(CHANNELS)(x + torch.arange(4.0).view(-1, 1)).sum().backward()

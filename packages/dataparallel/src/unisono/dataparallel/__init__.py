@@ -1,4 +1,4 @@
-"""One process, several devices; and gradients and batch statistics over ranks."""
+"""Data parallelism: one process with several devices; gradients and batch norm over ranks."""
 
 from unisono.dataparallel.batch_norm import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 from unisono.dataparallel.gradient_sync.sync import GradientSync, sync_gradients

@@ -1,4 +1,7 @@
-"""Gradients travel in flat buckets: one all_reduce for many of them, in the order in which backward makes them."""
+"""Flat buckets of gradients: one all_reduce for many gradients, in the order in which backward makes them.
+
+BucketLauncher sends them during backward: each as soon as its gradients exist, in the same order on every rank.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from unisono.collectives.groups import GroupRanks, process_group
 from unisono.collectives.wire import start_all_reduce
 
-_MANY_SMALL = 2**15  # elements: below, on average, one call for all gradients of a bucket beats a scaling copy of each
-_FIRST = 2**20  # bytes
-_WORTH_NO_COPY = 2**14  # elements
+_MANY_SMALL = 2**15  # mean elements of a gradient; below, one call for the whole bucket beats a scaling copy of each
+_FIRST = 2**20  # bytes of the first bucket
+_WORTH_NO_COPY = 2**14  # elements from which a single gradient is reduced in place
 
 
 class GradientSpec(NamedTuple):
-    """What a gradient looks like."""
+    """Shape, dtype and device of a gradient."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -32,28 +35,28 @@ class GradientSpec(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
     def fits(self, grad: Tensor, *, layout: torch.layout = torch.strided) -> bool:
-        """Whether `grad` is one; with the default layout it can be copied into a bucket and back."""
+        """Return whether `grad` matches; with the default layout it can be copied into a bucket and back."""
         return grad.dtype is self.dtype and grad.layout is layout and grad.shape == self.shape and grad.device == self.device
 
 
 class Buffers:
-    """Flat memory, kept from call to call: fresh pages cost more than the copy into them."""
+    """Flat memory that is reused from call to call: new pages cost more than the copy into them."""
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
+        self.tensors: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
     def take(self, device: torch.device, dtype: torch.dtype, slot: int, numel: int) -> Tensor:
-        """At least `numel` elements; the same memory for the same `slot`."""
-        found = self.kept.get((device, dtype, slot))
+        """Return at least `numel` elements: the same memory for the same `slot`."""
+        found = self.tensors.get((device, dtype, slot))
         if found is None or found.numel() < numel:
-            found = self.kept[device, dtype, slot] = torch.empty(numel, dtype=dtype, device=device)
+            found = self.tensors[device, dtype, slot] = torch.empty(numel, dtype=dtype, device=device)
         return found
 
 
 class Bucket:
-    """Some gradients of one device and dtype, side by side.
+    """Gradients of one device and dtype in one flat tensor.
 
-    `members`: their places in `specs`. Fill it, start it, wait for it; then `views` holds the sums over the ranks.
+    `members`: their places in `specs`. Call fill, start and wait; then `views` holds the sums over the ranks.
     """
 
     def __init__(
@@ -64,7 +67,9 @@ class Bucket:
         self.sizes = [shape.numel() for shape in self.shapes]
         self.numel = sum(self.sizes)
         _, self.dtype, self.device = specs[members[0]]
-        self._buffers, self._slot, self._at_least = buffers, slot, at_least
+        self._buffers = buffers
+        self._slot = slot
+        self._at_least = at_least
         self._own_views: list[Tensor] = []
         self._own_wire: Tensor | None = None
         self._wire: Tensor | None = None
@@ -73,18 +78,19 @@ class Bucket:
         self.in_place = False
 
     def fill(self, grads: Sequence[Tensor | None], scale: float, *, in_place: bool) -> None:
-        """Take `scale` times the gradients, zeros where there is none.
+        """Copy `scale` times the gradients into the bucket, zeros for None.
 
         With `in_place`, a single large gradient is scaled and reduced where it is, without a copy, if its memory allows.
         """
         first = grads[0]
-        self.in_place = in_place and len(grads) == 1 and first is not None and _may_travel_itself(first)
+        self.in_place = in_place and len(grads) == 1 and first is not None and _can_reduce_in_place(first)
         if self.in_place and first is not None:
-            self.views, self._wire = [first], _real(first)
+            self.views = [first]
+            self._wire = _real(first)
             if scale != 1:
                 self._wire.mul_(scale)
             return
-        self._wire = self._settle()
+        self._wire = self._allocate()
         self.views = self._own_views
         present = [grad for grad in grads if grad is not None]
         views = self.views
@@ -110,8 +116,8 @@ class Bucket:
             work.wait()
         self._wire = None
 
-    def _settle(self) -> Tensor:
-        """The memory is taken when first needed: what travels in place needs none."""
+    def _allocate(self) -> Tensor:
+        """Return the flat tensor. Its memory is taken when first needed: a gradient that is reduced in place needs none."""
         if self._own_wire is None:
             flat = self._buffers.take(self.device, self.dtype, self._slot, max(self.numel, self._at_least))[: self.numel]
             parts = flat.split_with_sizes(self.sizes)
@@ -121,14 +127,14 @@ class Bucket:
 
 
 def plan_buckets(specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int) -> list[list[int]]:
-    """Which of the `members` share a bucket, in the order in which the buckets become complete.
+    """Return which of the `members` share a bucket, in the order in which the buckets become complete.
 
     Backward makes the gradients of the last parameters first. A bucket has one device and one dtype and at most
-    `bucket_bytes`, unless a single gradient is larger. The first of several is smaller: the wire waits for it.
+    `bucket_bytes`, unless a single gradient is larger. The first of several is smaller, so that communication starts early.
     """
     filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     used: dict[tuple[torch.device, torch.dtype], int] = {}
-    totals = _bytes_by_kind(specs, members)
+    totals = _total_bytes(specs, members)
     limits = {kind: bucket_bytes if total <= bucket_bytes else min(bucket_bytes, _FIRST) for kind, total in totals.items()}
     full: list[list[int]] = []
     for member in sorted(members, reverse=True):
@@ -136,7 +142,8 @@ def plan_buckets(specs: Sequence[GradientSpec], members: Collection[int], bucket
         kind = spec.device, spec.dtype
         if kind in filling and used[kind] + spec.nbytes > limits[kind]:
             full.append(filling.pop(kind))
-            used[kind], limits[kind] = 0, bucket_bytes
+            used[kind] = 0
+            limits[kind] = bucket_bytes
         filling.setdefault(kind, []).append(member)
         used[kind] = used.get(kind, 0) + spec.nbytes
     return sorted([*full, *filling.values()], key=lambda bucket: -bucket[-1])
@@ -145,19 +152,19 @@ def plan_buckets(specs: Sequence[GradientSpec], members: Collection[int], bucket
 def make_buckets(
     specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int, buffers: Buffers, slots: int | None
 ) -> list[Bucket]:
-    """The buckets of `plan_buckets`, which take turns in `slots` pieces of memory, or have one each for slots=None."""
-    totals = _bytes_by_kind(specs, members)
+    """Return the buckets of `plan_buckets`. They take turns in `slots` pieces of memory; with slots=None each has its own."""
+    totals = _total_bytes(specs, members)
     buckets = []
     for place, bucket in enumerate(plan_buckets(specs, members, bucket_bytes)):
         slot = place % slots if slots else place
         room = min(totals[specs[bucket[0]].device, specs[bucket[0]].dtype], bucket_bytes)
         if sum(specs[member].nbytes for member in bucket) > room:
-            slot = -1 - slot  # memory of its own kind: the others are of one size, so that none outgrows what another left
+            slot = -1 - slot  # memory apart from that of the others, which all have one size and so fit into each other's
         buckets.append(Bucket(bucket, specs, buffers, slot, room // specs[bucket[0]].dtype.itemsize))
     return buckets
 
 
-def _bytes_by_kind(specs: Sequence[GradientSpec], members: Collection[int]) -> dict[tuple[torch.device, torch.dtype], int]:
+def _total_bytes(specs: Sequence[GradientSpec], members: Collection[int]) -> dict[tuple[torch.device, torch.dtype], int]:
     totals: dict[tuple[torch.device, torch.dtype], int] = {}
     for member in members:
         _, dtype, device = specs[member]
@@ -165,8 +172,8 @@ def _bytes_by_kind(specs: Sequence[GradientSpec], members: Collection[int]) -> d
     return totals
 
 
-def _may_travel_itself(grad: Tensor) -> bool:
-    """Large, in the order of elements that all ranks share, and all of its memory its own."""
+def _can_reduce_in_place(grad: Tensor) -> bool:
+    """Return whether it is large, contiguous (as on all ranks), and the only owner of its memory."""
     return (
         grad.numel() >= _WORTH_NO_COPY
         and grad.is_contiguous()
@@ -177,12 +184,12 @@ def _may_travel_itself(grad: Tensor) -> bool:
 
 
 def _real(x: Tensor) -> Tensor:
-    """Backends add real numbers."""
+    """View complex numbers as real ones: backends add those only."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 class BucketLauncher:
-    """Sends `buckets` while gradients arrive. What it sends is a copy: every p.grad stays what this rank made of it.
+    """Sends `buckets` during backward. It sends copies: every p.grad stays what this rank has computed.
 
     Hooks may run in any of autograd's threads, one for each device.
     """
@@ -195,21 +202,25 @@ class BucketLauncher:
         scale: float,
         ranks: GroupRanks,
     ) -> None:
-        self.parameters, self.specs, self.buckets, self.scale, self.ranks = parameters, specs, buckets, scale, ranks
+        self.parameters = parameters
+        self.specs = specs
+        self.buckets = buckets
+        self.scale = scale
+        self.ranks = ranks
         self.launched = 0
         self._lock = Lock()
-        self._awaited = [set(bucket.members) for bucket in buckets]
+        self._missing = [set(bucket.members) for bucket in buckets]
         self._streams: list[set[torch.Stream]] = [set() for _ in buckets]
-        self._sent: dict[int, tuple[Tensor | None, int]] = {}  # the gradient, and how often it had been written to
+        self._sent: dict[int, tuple[Tensor | None, int]] = {}  # the gradient that was sent, and its version
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Inside, buckets leave by themselves."""
+    def sending_during_backward(self) -> Iterator[None]:
+        """Send each bucket as soon as its gradients exist, while the block runs."""
         handles = []
         try:
             for place, bucket in enumerate(self.buckets):
                 for member in bucket.members:
-                    hook = partial(self._arrive, place, member)
+                    hook = partial(self._on_gradient, place, member)
                     handles.append(self.parameters[member].register_post_accumulate_grad_hook(hook))
             yield
         finally:
@@ -217,34 +228,34 @@ class BucketLauncher:
                 handle.remove()
 
     def launch_rest(self) -> None:
-        """Send what has not left, with zeros for gradients that never came."""
+        """Send the remaining buckets, with zeros for gradients that were not computed."""
         with self._lock:
             while self.launched < len(self.buckets):
                 self._launch()
 
     def late(self) -> list[int]:
-        """Members whose p.grad is no longer what was sent: more was added."""
+        """Return the members whose p.grad has changed after it was sent."""
         now = ((member, self.parameters[member].grad, sent) for member, sent in self._sent.items())
-        return [member for member, grad, (sent, writes) in now if grad is not sent or _writes(grad) != writes]
+        return [member for member, grad, (sent, version) in now if grad is not sent or _version(grad) != version]
 
-    def _arrive(self, place: int, member: int, parameter: Tensor) -> None:
+    def _on_gradient(self, place: int, member: int, parameter: Tensor) -> None:
         with self._lock:
-            self._awaited[place].discard(member)
+            self._missing[place].discard(member)
             if parameter.device.type != "cpu":
                 self._streams[place].add(torch.accelerator.current_stream(parameter.device))
-            while self.launched < len(self.buckets) and not self._awaited[self.launched]:
+            while self.launched < len(self.buckets) and not self._missing[self.launched]:
                 self._launch()
 
     def _launch(self) -> None:
         bucket = self.buckets[self.launched]
         if streams := self._streams[self.launched]:
-            # the last gradient may have come on another stream than the others, or from another device
+            # The last gradient may have been computed on another stream than the others, or on another device.
             current = torch.accelerator.current_stream(bucket.device)
             for stream in streams - {current}:
                 current.wait_stream(stream)
         grads = [self.parameters[member].grad for member in bucket.members]
         for member, grad in zip(bucket.members, grads, strict=True):
-            self._sent[member] = grad, _writes(grad)
+            self._sent[member] = grad, _version(grad)
         dense = [
             grad if grad is not None and self.specs[member].fits(grad) else None
             for member, grad in zip(bucket.members, grads, strict=True)
@@ -255,5 +266,5 @@ class BucketLauncher:
         self.launched += 1
 
 
-def _writes(grad: Tensor | None) -> int:
+def _version(grad: Tensor | None) -> int:
     return 0 if grad is None else grad._version

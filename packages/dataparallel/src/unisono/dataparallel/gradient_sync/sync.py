@@ -1,4 +1,8 @@
-"""Sparse gradients (COO, as nn.Embedding(sparse=True) makes them) are gathered, not reduced: only touched rows travel."""
+"""sync_gradients and GradientSync: average or add gradients over ranks, in steps with several backward passes.
+
+Dense gradients are reduced in buckets. Sparse ones (COO, from nn.Embedding(sparse=True)) are gathered: only touched rows are
+sent.
+"""
 
 from __future__ import annotations
 
@@ -24,39 +28,8 @@ from unisono.dataparallel.gradient_sync.presence import (
     validate_parameters,
 )
 
-
-def sum_sparse_gradients(
-    grads: Sequence[Tensor | None], specs: Sequence[GradientSpec], sparse_dims: Sequence[int], scale: float, ranks: GroupRanks
-) -> list[Tensor]:
-    """For each parameter `scale` times the sum over ranks, coalesced, the same on every rank.
-
-    `sparse_dims`: the number of sparse dimensions of each, which all ranks share; a rank with no gradient adds nothing.
-    One exchange for all gradients of a device.
-    """
-    results: dict[int, Tensor] = {}
-    for device in dict.fromkeys(spec.device for spec in specs):
-        places = [place for place, spec in enumerate(specs) if spec.device == device]
-        parts = [_parts(grads[place], specs[place], sparse_dims[place], scale) for place in places]
-        gathered = all_gather(parts, group=as_group(ranks))
-        for place, (indices, values) in zip(places, gathered, strict=True):
-            size = specs[place].shape
-            total = torch.sparse_coo_tensor(indices.t(), values, size, check_invariants=False, is_coalesced=False)
-            results[place] = total.coalesce()
-    return [results[place] for place in range(len(specs))]
-
-
-def _parts(grad: Tensor | None, spec: GradientSpec, sparse_dim: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Rows of (indices, values), with none twice."""
-    if grad is None:
-        indices = torch.empty(0, sparse_dim, dtype=torch.int64, device=spec.device)
-        return indices, torch.empty(0, *spec.shape[sparse_dim:], dtype=spec.dtype, device=spec.device)
-    grad = grad.detach().coalesce()
-    values = grad.values()
-    return grad.indices().t().contiguous(), values * scale if scale != 1 else values
-
-
 BUCKET_BYTES = 25 * 2**20
-_IN_FLIGHT = 3  # buckets at a time, outside overlap(): one is being filled while others are on the wire
+_IN_FLIGHT = 3  # buckets at a time, outside overlap(): one is filled while others are reduced
 
 
 def sync_gradients(
@@ -69,18 +42,19 @@ def sync_gradients(
     """Replace every `p.grad` by its mean (or sum) over the ranks: what DDP does in backward, at the time you choose.
 
     Call it on all ranks after the last backward pass and before the optimizer's step; in a GAN once for each network.
-    `parameters` is what clip_grad_norm_ takes; those that require no gradient are left out. A parameter without a gradient
-    on this rank counts as zeros and gets one if any rank has one; without one on all ranks it keeps None. Each p.grad stays
-    the same tensor. Sparse gradients stay sparse, unless some rank has a dense one for the same parameter.
+    `parameters`: a tensor or an iterable, as for clip_grad_norm_; those that require no gradient are skipped. A parameter
+    without a gradient on this rank counts as zeros and gets a gradient if any rank has one; if no rank has one, it keeps
+    None. Each p.grad stays the same tensor. Sparse gradients stay sparse, unless some rank has a dense one for the same
+    parameter.
 
-    reduce="mean" divides by the number of ranks first, as DDP does, and goes with losses of grad_reduce="mean"; "sum" goes
-    with grad_reduce="sum". Gradients travel in their own dtype, in buckets of up to `bucket_bytes`.
+    reduce="mean" divides by the number of ranks first, as DDP does; use it with losses of grad_reduce="mean", and "sum" with
+    grad_reduce="sum". Gradients are sent in their own dtype, in buckets of up to `bucket_bytes`.
 
-    The ranks first agree in one small exchange on the parameters and on who has which gradient. If they differ, or if one
-    gradient cannot be synced, all ranks raise the same error and no gradient has been touched. DTensor parameters raise
-    TypeError: the shards of a table are different rows on each rank, not copies to be averaged. Leave them out.
+    Raises the same error on all ranks, before any gradient is touched, if the ranks have different parameters or if one
+    gradient cannot be synced: one small message compares them first. DTensor parameters raise TypeError: the shards of a
+    table are different rows on each rank, not copies to average. Leave them out.
 
-    To keep the memory of the buckets from step to step, and to overlap with backward, make a GradientSync once.
+    To reuse the memory of the buckets from step to step, and to overlap with backward, make a GradientSync once.
 
     Example, 2 ranks whose p.grad is [1.] and [3.]:
         sync_gradients([p])  ->  p.grad is [2.] on both
@@ -98,10 +72,10 @@ def sync_gradients(
 
 
 class GradientSync:
-    """sync_gradients with its memory kept: make it once, call it in every step.
+    """sync_gradients that reuses its memory: make it once, call it in every step.
 
-    The arguments are those of sync_gradients. They are checked when it is called, by all ranks together; parameters may be
-    frozen, unfrozen, moved or converted between calls.
+    The arguments are those of sync_gradients. All ranks validate them together in every call; parameters may be frozen,
+    unfrozen, moved or converted between calls.
 
     Example:
         >>> import torch
@@ -122,7 +96,9 @@ class GradientSync:
         group: Group = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.reduce, self.group, self.bucket_bytes = reduce, group, bucket_bytes
+        self.reduce = reduce
+        self.group = group
+        self.bucket_bytes = bucket_bytes
         self._given, self._problem = validate_parameters(parameters)
         if reduce not in ("mean", "sum"):
             self._problem = f"reduce must be 'mean' or 'sum', got {reduce!r}"
@@ -136,15 +112,15 @@ class GradientSync:
         self._plans: dict[int | None, tuple[tuple[int, ...], list[Bucket]]] = {}
         self._buffers = Buffers()
         self._overlapping = False
-        self._abandoned = 0  # buckets that have left when a block raised: where ranks differ, they meet others' buckets
+        self._abandoned = 0  # buckets that were sent before a block raised: if ranks differ in it, their buckets do not match
 
     def __call__(self) -> None:
-        """The same as sync_gradients."""
+        """Do what sync_gradients does."""
         ranks = self._begin()
         local = find_local_gradients(self._parameters, self._specs)
         if local.problem and self._refresh():
             local = find_local_gradients(self._parameters, self._specs)
-        found = self._agree("sync", local, ranks)
+        found = self._validate("sync", local, ranks)
         if ranks.size > 1:
             with self._communicating(ranks):
                 self._reduce_sparse(local.grads, found.sparse, ranks)
@@ -153,27 +129,27 @@ class GradientSync:
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
-        """Inside, gradients travel while backward goes on; when the block is left, all of them are synced.
+        """Send gradients while the backward in the block runs; after the block, all of them are synced.
 
-        Put the last backward pass of a step in the block, and nothing else; what earlier ones have accumulated is included.
-        A gradient that changes after its bucket has left (by a second pass in the block) is synced again when the block
-        ends: right, but sent twice. Which gradients to expect is learned from the sync before, so the first block does not
-        overlap yet. If the backward itself communicates (SyncBatchNorm, gathered losses) and ranks may use different
-        parameters, give the GradientSync a group of its own, `group=dist.new_group()`: in one group, all ranks must
-        communicate in one order.
+        Put the last backward pass of a step in the block, and nothing else; gradients that earlier passes have accumulated
+        are included. A gradient that changes after its bucket was sent (by a second pass in the block) is synced again at
+        the end of the block: the result is right, but it is sent twice. The previous sync tells which gradients to expect,
+        so the first block does not overlap yet. If the backward itself communicates (SyncBatchNorm, gathered losses) and
+        ranks may use different parameters, give the GradientSync a group of its own, `group=dist.new_group()`: within one
+        group, all ranks must communicate in the same order.
 
-        The ranks agree in one small exchange on entering and one on leaving. If the block raises on one rank, the error
-        propagates there at once and the gradients are as its own backward left them; the others wait for its buckets,
-        and raise when its process ends or the group's timeout has passed.
+        The ranks validate the call in one small message on entering and one on leaving. If the block raises on one rank, the
+        error propagates there at once, and the gradients are as its own backward left them. The other ranks wait for its
+        buckets, and raise when its process ends or the group's timeout has passed.
         """
         ranks = self._begin()
         self._refresh()
-        self._agree(f"overlap, expecting {self._expected}", LocalGradients([], [], ""), ranks)
+        self._validate(f"overlap, expecting {self._expected}", LocalGradients([], [], ""), ranks)
         buckets = self._buckets(self._expected, None) if ranks.size > 1 else []
         launcher = BucketLauncher(self._parameters, self._specs, buckets, self._scale(ranks), ranks)
         self._overlapping = True
         try:
-            with launcher.listening():
+            with launcher.sending_during_backward():
                 yield
         except BaseException:
             self._abandoned += launcher.launched
@@ -185,7 +161,7 @@ class GradientSync:
             launcher.launch_rest()
             local = find_local_gradients(self._parameters, self._specs, late=launcher.late())
             try:
-                found = self._agree("end of overlap", local, ranks)
+                found = self._validate("end of overlap", local, ranks)
             finally:
                 for bucket in buckets:
                     bucket.wait()
@@ -210,19 +186,22 @@ class GradientSync:
         return resolve_group(self.group)
 
     def _refresh(self) -> bool:
-        """Whether parameters were moved or converted since the last time, or are others."""
+        """Return whether parameters are others than last time, or were moved or converted; then start over."""
         specs = [GradientSpec(p.shape, p.dtype, p.device) for p in self._parameters]
         changed = specs != self._specs
         if changed:
-            self._specs, self._signature, self._devices = specs, parameter_signature(specs), {spec.device for spec in specs}
-            self._expected, self._plans = (), {}
+            self._specs = specs
+            self._signature = parameter_signature(specs)
+            self._devices = {spec.device for spec in specs}
+            self._expected = ()
+            self._plans = {}
         return changed
 
-    def _agree(self, step: str, local: LocalGradients, ranks: GroupRanks) -> GlobalGradients:
+    def _validate(self, step: str, local: LocalGradients, ranks: GroupRanks) -> GlobalGradients:
         options = f"reduce={self.reduce!r}, bucket_bytes={self.bucket_bytes}"
         problem = self._problem or local.problem or device_error(self._devices, ranks)
         if self._abandoned:
-            step = f"{step}, after blocks that raised when {self._abandoned} buckets had left"
+            step = f"{step}, after blocks that raised when {self._abandoned} buckets had been sent"
         with torch.inference_mode(False):
             return exchange_presence(self._specs, local._replace(problem=problem), (step, options, self._signature), ranks)
 
@@ -238,11 +217,12 @@ class GradientSync:
 
     @torch.no_grad()
     def _reduce_dense(self, grads: Sequence[Tensor | None], members: tuple[int, ...], ranks: GroupRanks) -> None:
-        """One bucket is filled while others are on the wire."""
-        pg, scale = process_group(ranks), self._scale(ranks)
+        """Reduce bucket after bucket: one is filled while others are reduced."""
+        pg = process_group(ranks)
+        scale = self._scale(ranks)
         buckets = self._buckets(members, _IN_FLIGHT)
         alone = any(len(bucket.members) == 1 for bucket in buckets)
-        # of gradients that share memory none may be written before all have been read
+        # If gradients share memory, none may be written before all have been read.
         shared = (alone or len(buckets) > _IN_FLIGHT) and _share_memory(grads)
         if shared:
             buckets = self._buckets(members, None)
@@ -268,10 +248,10 @@ class GradientSync:
     def _reduce_sparse(self, grads: Sequence[Tensor | None], members: dict[int, int], ranks: GroupRanks) -> None:
         if not members:
             return
-        mine, specs = [grads[member] for member in members], [self._specs[member] for member in members]
-        for member, total in zip(
-            members, sum_sparse_gradients(mine, specs, [*members.values()], self._scale(ranks), ranks), strict=True
-        ):
+        own = [grads[member] for member in members]
+        specs = [self._specs[member] for member in members]
+        totals = sum_sparse_gradients(own, specs, [*members.values()], self._scale(ranks), ranks)
+        for member, total in zip(members, totals, strict=True):
             grad = grads[member]
             if grad is None:
                 self._parameters[member].grad = total
@@ -280,9 +260,9 @@ class GradientSync:
 
     @torch.no_grad()
     def _write_back(self, bucket: Bucket, grads: Sequence[Tensor | None], only: Collection[int] | None = None) -> None:
-        """Into the gradients that are there; a new one where there is none that can hold it."""
+        """Copy the sums into the gradients; make a new one where none exists that can hold the sum."""
         if bucket.in_place:
-            bucket.views = []  # the gradient is its owner's again
+            bucket.views = []  # the bucket must not hold the gradient any longer
             return
         targets, sources = [], []
         for member, view in zip(bucket.members, bucket.views, strict=True):
@@ -301,20 +281,51 @@ class GradientSync:
             torch._foreach_copy_(targets, sources)
 
     def _forget_memory(self) -> None:
-        """It may still be on the wire."""
-        self._plans, self._buffers = {}, Buffers()
+        """Drop the buffers: they may still be in use by a reduction."""
+        self._plans = {}
+        self._buffers = Buffers()
 
     @contextmanager
     def _communicating(self, ranks: GroupRanks) -> Iterator[None]:
         try:
-            with torch.inference_mode(False):  # what is made here outlives the caller's mode
+            with torch.inference_mode(False):  # new gradients outlive the caller's mode
                 yield
         except RuntimeError as error:
             self._forget_memory()
             raise RuntimeError(
-                f"sync_gradients: the exchange broke off on rank {ranks.rank} of {ranks.size}; some gradients are synced, "
+                f"sync_gradients: the communication failed on rank {ranks.rank} of {ranks.size}; some gradients are synced, "
                 "some are not, some may be neither: set them to None before another backward"
             ) from error
+
+
+def sum_sparse_gradients(
+    grads: Sequence[Tensor | None], specs: Sequence[GradientSpec], sparse_dims: Sequence[int], scale: float, ranks: GroupRanks
+) -> list[Tensor]:
+    """Return for each parameter `scale` times the sum over ranks, coalesced, the same on every rank.
+
+    `sparse_dims`: the number of sparse dimensions of each gradient, the same on all ranks. A rank without a gradient adds
+    nothing. All gradients of a device travel in one all_gather.
+    """
+    results: dict[int, Tensor] = {}
+    for device in dict.fromkeys(spec.device for spec in specs):
+        places = [place for place, spec in enumerate(specs) if spec.device == device]
+        parts = [_indices_and_values(grads[place], specs[place], sparse_dims[place], scale) for place in places]
+        gathered = all_gather(parts, group=as_group(ranks))
+        for place, (indices, values) in zip(places, gathered, strict=True):
+            size = specs[place].shape
+            total = torch.sparse_coo_tensor(indices.t(), values, size, check_invariants=False, is_coalesced=False)
+            results[place] = total.coalesce()
+    return [results[place] for place in range(len(specs))]
+
+
+def _indices_and_values(grad: Tensor | None, spec: GradientSpec, sparse_dim: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the indices and the values of a gradient, no index twice."""
+    if grad is None:
+        indices = torch.empty(0, sparse_dim, dtype=torch.int64, device=spec.device)
+        return indices, torch.empty(0, *spec.shape[sparse_dim:], dtype=spec.dtype, device=spec.device)
+    grad = grad.detach().coalesce()
+    values = grad.values()
+    return grad.indices().t().contiguous(), values * scale if scale != 1 else values
 
 
 def _share_memory(grads: Sequence[Tensor | None]) -> bool:

@@ -1,8 +1,8 @@
-"""Many tensors to many devices and back, in few copies.
+"""broadcast and reduce_add: copy many tensors to many devices, and add them up again, in few copies.
 
-Small tensors travel as one flat buffer: to an accelerator a copy costs more than what a small one moves. Not between CPUs,
-where a copy costs nothing but its bytes, and a buffer would be one copy more. It is all torch's own differentiable
-operations, so the backward of a buffer is a buffer, too, and derivatives of any order are right.
+Small tensors are copied as one flat buffer, because each copy to an accelerator has a fixed cost. Between CPUs a buffer would
+only be one copy more, so there is none. Everything is made of torch's own differentiable operations, so the backward of a
+buffer is a buffer, too, and derivatives of any order are right.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ BUCKET_BYTES = 10 * 2**20
 
 
 def broadcast(tensors: Sequence[Tensor], devices: Sequence[Device], *, bucket_bytes: int = BUCKET_BYTES) -> list[list[Tensor]]:
-    """Copies of `tensors` on each of `devices`: one list for each device, always of new tensors.
+    """Return copies of `tensors` on each of `devices`: one list for each device, always of new tensors.
 
-    Tensors of one dtype and device travel together, up to `bucket_bytes` at a time.
+    Tensors of one dtype and device are copied together, up to `bucket_bytes` at a time.
 
-    Backward: the gradients of all copies are added, on the tensor's own device, in buckets as well (reduce_add).
+    Backward: the gradients of all copies are added on the tensor's own device, in buckets as well (reduce_add).
 
     Example:
         >>> import torch
@@ -34,17 +34,17 @@ def broadcast(tensors: Sequence[Tensor], devices: Sequence[Device], *, bucket_by
     _validate_tensors("broadcast", "tensors", tensors)
     _validate_bucket_bytes("broadcast", bucket_bytes)
     results: list[list[Any]] = [[None] * len(tensors) for _ in targets]
-    for bucket in _fill([(x.device, x.dtype, _wants_gradient(x)) for x in tensors], tensors, bucket_bytes):
+    for bucket in _make_buckets([(x.device, x.dtype, _needs_grad(x)) for x in tensors], tensors, bucket_bytes):
         parts = [tensors[place] for place in bucket]
         source = parts[0].device
         others = [target for target in targets if target != source]
         if len(bucket) == 1:
-            travelled = iter([copy] for copy in copy_to_devices(parts[0], others))
+            arrived = iter([copy] for copy in copy_to_devices(parts[0], others))
         else:
             buffers = copy_to_devices(_flatten(parts), others) if others else []
-            travelled = iter(_unflatten(buffer, parts) for buffer in buffers)
+            arrived = iter(_unflatten(buffer, parts) for buffer in buffers)
         for result, target in zip(results, targets, strict=True):
-            copies = [x.clone() for x in parts] if target == source else next(travelled)
+            copies = [x.clone() for x in parts] if target == source else next(arrived)
             for place, copy in zip(bucket, copies, strict=True):
                 result[place] = copy
     return results
@@ -53,7 +53,7 @@ def broadcast(tensors: Sequence[Tensor], devices: Sequence[Device], *, bucket_by
 def reduce_add(rows: Sequence[Sequence[Tensor]], device: Device, *, bucket_bytes: int = BUCKET_BYTES) -> list[Tensor]:
     """Add `rows`, one list of tensors for each device, tensor by tensor on `device`, in the order of the rows.
 
-    Tensors of one dtype travel together, up to `bucket_bytes` at a time. The results are new tensors, also of one row.
+    Tensors of one dtype are copied together, up to `bucket_bytes` at a time. The results are new tensors, also for one row.
 
     Backward: every row gets the gradient, each tensor on its own device, in buckets as well (broadcast).
 
@@ -67,10 +67,9 @@ def reduce_add(rows: Sequence[Sequence[Tensor]], device: Device, *, bucket_bytes
     _validate_bucket_bytes("reduce_add", bucket_bytes)
     results: list[Any] = [None] * len(rows[0])
     keys = [
-        (tuple(row[k].device for row in rows), x.dtype, _wants_gradient(*(row[k] for row in rows)))
-        for k, x in enumerate(rows[0])
+        (tuple(row[k].device for row in rows), x.dtype, _needs_grad(*(row[k] for row in rows))) for k, x in enumerate(rows[0])
     ]
-    for bucket in _fill(keys, rows[0], bucket_bytes):
+    for bucket in _make_buckets(keys, rows[0], bucket_bytes):
         columns = [[row[place] for row in rows] for place in bucket]
         if len(bucket) == 1 or all(x.device == target for x in columns[0]):
             totals = [sum_on_device(column, target) for column in columns]
@@ -82,8 +81,8 @@ def reduce_add(rows: Sequence[Sequence[Tensor]], device: Device, *, bucket_bytes
     return results
 
 
-def _fill(keys: Sequence[object], tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:
-    """Places of tensors that travel together: of one key, dense, and up to `bucket_bytes`; what is larger goes alone."""
+def _make_buckets(keys: Sequence[object], tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:
+    """Yield the places of tensors that are copied together: of one key, dense, up to `bucket_bytes`; larger ones are alone."""
     open_buckets: dict[object, tuple[list[int], int]] = {}
     for place, (key, x) in enumerate(zip(keys, tensors, strict=True)):
         size = x.numel() * x.element_size() if x.layout == torch.strided else bucket_bytes
@@ -105,11 +104,11 @@ def _flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 def _unflatten(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts = [part.view(x.shape) for part, x in zip(buffer.split([x.numel() for x in like]), like, strict=True)]
-    # without a graph, each with a version of its own: a change of one is none of the others
+    # Without a graph, each gets a version counter of its own: writing to one must not count as a change of the others.
     return parts if buffer.requires_grad else [part.data for part in parts]
 
 
-def _wants_gradient(*tensors: Tensor) -> bool:
+def _needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 

@@ -1,4 +1,9 @@
-"""Which devices take part: torch's own names, made full."""
+"""Devices, and copies of tensors between them: on separate streams, from and to pinned memory, if the device has streams.
+
+A copy is started and joined later; what the joining thread then runs on its current streams comes after the copy. In between,
+the host and the devices do other work. All copies are torch's own differentiable ones, so gradients of any order travel back
+the same way; autograd itself orders the streams of a backward pass.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ Device: TypeAlias = str | int | torch.device
 
 
 def resolve_device(function: str, argument: str, device: Device) -> torch.device:
-    """`device` as tensors name theirs: "cuda" is the current CUDA device, "cpu:0" is "cpu"."""
+    """Return `device` as tensors name theirs: "cuda" becomes the current CUDA device, "cpu:0" becomes "cpu"."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -27,24 +32,24 @@ def resolve_device(function: str, argument: str, device: Device) -> torch.device
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Of the kind that this process has: not so for fake tensors of a device that is not there."""
+    """Return whether this process has such an accelerator. It has none for fake tensors of a missing device."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type == device.type
 
 
 def resolve_devices(function: str, devices: Sequence[Device]) -> list[torch.device]:
-    """At least one; the same device may stand there several times."""
+    """Return at least one device; the same one may occur several times."""
     if isinstance(devices, (str, int, torch.device)) or not len(devices):
         raise ValueError(
-            f"{function}: devices={devices!r} must be a sequence of at least one device, ['cuda:0', 'cuda:1'] for instance"
+            f"{function}: devices={devices!r} must be a sequence of at least one device, for example ['cuda:0', 'cuda:1']"
         )
     return [resolve_device(function, "devices", device) for device in devices]
 
 
 @contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """Makes `stream`, and its device, the current one. Unlike `with stream:`, which remembers in the stream what to go back
-    to, for several threads at a time."""
+    """Make `stream` and its device current, also in several threads at a time. `with stream:` stores the previous stream in
+    the stream itself, which threads would overwrite."""
     with torch.accelerator.device_index(stream.device.index):
         before = torch.accelerator.current_stream(stream.device)
         torch.accelerator.set_stream(stream)
@@ -55,26 +60,26 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 
 
 _CPU = torch.device("cpu")
-_streams: dict[torch.device, torch.Stream | None] = {}  # by full device; None where a device has no streams
+_streams: dict[torch.device, torch.Stream | None] = {}  # None for a device without streams
 _lock = Lock()
 
 
 class Copies:
-    """Copies on their way.
+    """Copies that have been started.
 
-    Use: `copies = Copies()`; `y = copies.start(x, device)` for each; `copies.join()` before anything reads one of them.
+    Usage: `copies = Copies()`; `y = copies.start(x, device)` for each; `copies.join()` before anything reads one of them.
     """
 
     def __init__(self) -> None:
-        self._arriving: list[tuple[Tensor, torch.Stream]] = []  # on an accelerator, by the stream that fills them
-        self._leaving: dict[torch.Stream, None] = {}  # streams that fill memory of the host
+        self._arriving: list[tuple[Tensor, torch.Stream]] = []  # copies on an accelerator, and the stream that fills them
+        self._leaving: dict[torch.Stream, None] = {}  # streams that fill memory of the host, in order
 
     def start(self, x: Tensor, device: torch.device) -> Tensor:
-        """`x` on `device`: itself if it is there, else a copy that is complete after join()."""
+        """Return `x` on `device`: itself if it is there, otherwise a copy that is complete after join()."""
         source = x.device
         if source == device:
             return x
-        if x.layout != torch.strided:  # neither pinned nor recorded on a stream
+        if x.layout != torch.strided:  # can be neither pinned nor recorded on a stream
             return x.to(device)
         if source == _CPU and (stream := copy_stream(device)) is not None:
             staged = _pinned(x)
@@ -83,30 +88,31 @@ class Copies:
             self._arriving.append((y, stream))
             return y
         if device == _CPU and (stream := copy_stream(source)) is not None:
-            stream.wait_stream(torch.accelerator.current_stream(source))  # whatever computes x
+            stream.wait_stream(torch.accelerator.current_stream(source))  # which computes x
             if x.is_leaf and x.requires_grad:
-                x = x.view_as(x)  # its gradient is to be accumulated on the stream of here, not on that of the copy
+                x = x.view_as(x)  # so that its gradient is accumulated on the current stream, not on that of the copy
             with on_stream(stream):
                 y = x.to(device, non_blocking=True)  # into pinned memory
-            x.record_stream(stream)  # its memory is not to be given away before
+            x.record_stream(stream)  # so that its memory is not reused before the copy
             self._leaving[stream] = None
             return y
-        # between two accelerators torch orders the copy after the current streams of both, and what follows on them after it
+        # Between two accelerators, torch orders the copy among the work of both current streams.
         return x.to(device, non_blocking=device != _CPU)
 
     def join(self) -> None:
-        """What follows on the current streams of this thread comes after the copies; those to the host are complete."""
+        """Make the current streams of this thread wait for the copies; copies to the host are complete on return."""
         for stream in dict.fromkeys(stream for _, stream in self._arriving):
             torch.accelerator.current_stream(stream.device).wait_stream(stream)
         for y, stream in self._arriving:
             y.record_stream(torch.accelerator.current_stream(stream.device))
         for stream in self._leaving:
             stream.synchronize()
-        self._arriving, self._leaving = [], {}
+        self._arriving = []
+        self._leaving = {}
 
 
 def copy_tensors(pairs: Iterable[tuple[Tensor, torch.device]]) -> list[Tensor]:
-    """Each tensor on the device beside it. All copies are under way before the first is waited for."""
+    """Copy each tensor to the device that comes with it. All copies are started before the first is waited for."""
     copies = Copies()
     arrived = [copies.start(x, device) for x, device in pairs]
     copies.join()
@@ -114,10 +120,10 @@ def copy_tensors(pairs: Iterable[tuple[Tensor, torch.device]]) -> list[Tensor]:
 
 
 def copy_to_devices(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    """`x` on each of `devices`: itself where it is, else a copy.
+    """Return `x` on each of `devices`: itself on its own device, otherwise a copy.
 
-    Backward: the sum of the gradients in the order of `devices`. Autograd alone would add them as they come, and the last
-    digits would change from run to run.
+    Backward: the sum of the gradients in the order of `devices`. Autograd alone would add them in the order of arrival, and
+    the last digits would change from run to run.
     """
     recording = x.requires_grad and torch.is_grad_enabled()
     if len(devices) < 2 or not recording or torch._C._are_functorch_transforms_active():
@@ -126,7 +132,7 @@ def copy_to_devices(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
 
 
 def sum_on_device(xs: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of `xs` on `device`, in their order: a new tensor."""
+    """Return the sum of `xs` on `device`, added in their order: a new tensor."""
     arrived = copy_tensors((x, device) for x in xs)
     if len(arrived) == 1:
         return arrived[0].clone() if arrived[0] is xs[0] else arrived[0]
@@ -137,10 +143,9 @@ def sum_on_device(xs: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 class _Fork(torch.autograd.Function):
-    """Several names for one tensor. Each is copied by itself, so that every device's gradient comes home on its own stream;
-    here, at home, they are added in order.
+    """Several views of one tensor, one for each copy, so that every device's gradient returns on its own stream.
 
-    Backward: the sum, which is differentiable itself.
+    Backward: the sum of the gradients in order, which is differentiable itself.
     """
 
     @staticmethod
@@ -153,7 +158,7 @@ class _Fork(torch.autograd.Function):
 
 
 def copy_stream(device: torch.device) -> torch.Stream | None:
-    """The stream of this process for copies to and from `device`; None where it has no streams."""
+    """Return the stream of this process for copies to and from `device`; None if it has no streams."""
     if device not in _streams:
         with _lock:
             if device not in _streams:
@@ -171,7 +176,7 @@ def _new_stream(device: torch.device) -> torch.Stream | None:
 
 
 def _pinned(x: Tensor) -> Tensor:
-    """`x` in memory that a device can read by itself while the host goes on."""
+    """Return `x` in pinned memory, which a device can read while the host does other work."""
     if x.is_pinned():
         return x
     return torch.empty_like(x, pin_memory=True, requires_grad=False).copy_(x)  # differentiable, which pin_memory() is not

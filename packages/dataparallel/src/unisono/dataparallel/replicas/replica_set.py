@@ -1,4 +1,4 @@
-"""A whole evaluation set through several devices: every batch on one of them, results in order, in bounded memory."""
+"""ReplicaSet: one module on several devices of this process, for one call or for a whole evaluation set."""
 
 from __future__ import annotations
 
@@ -19,8 +19,106 @@ from unisono.dataparallel.replicas.replicate import Replicas
 from unisono.dataparallel.replicas.scatter_gather import gather, move_tree, split_tree
 
 
+class ReplicaSet(nn.Module):
+    """`module` on several `devices` of this process at once, for inference, evaluation and training.
+
+    A call splits the batch along `dim` (see scatter), runs a replica on each device that got rows, and gathers the results on
+    `output_device`, by default the first device (see gather). Outputs without dimensions, such as losses, become a vector
+    with one entry for each replica that ran. The module itself stays on its device and owns the parameters. Each call, or
+    each map(), copies the parameters to the replicas; copies of frozen parameters (requires_grad=False) are reused until
+    these change.
+
+    Buffers: every replica works on its own copies. If a call changes them (running statistics of a batch norm), the module
+    gets their mean over replicas, weighted by rows; for integers, the first replica's. In training, a batch norm uses the
+    rows of its own device only: use ranks and SyncBatchNorm if it must use the whole batch.
+
+    Changes of the module (tensors, submodules, hooks, attributes) take effect at the next call. After a change inside an
+    attribute (for example of a list), or of frozen parameters through `.data`, call sync().
+
+    Backward: the parameters of `module` get the sum of the replicas' gradients. If replicas are on other devices than the
+    module, an unused parameter gets zeros, because it was copied together with others.
+
+    Example:
+        >>> import torch
+        >>> replicas = ReplicaSet(torch.nn.Linear(3, 2), ["cpu", "cpu"])
+        >>> replicas(torch.ones(5, 3)).shape
+        torch.Size([5, 2])
+        >>> [y.shape[0] for y in replicas.map(torch.ones(7, 3).split(3))]
+        [3, 3, 1]
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[Device],
+        *,
+        dim: int = 0,
+        output_device: Device | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.devices = resolve_devices("ReplicaSet", devices)
+        self.output_device = self.devices[0]
+        if output_device is not None:
+            self.output_device = resolve_device("ReplicaSet", "output_device", output_device)
+        self.dim = dim
+        self.bucket_bytes = bucket_bytes
+        self.sync()
+
+    def sync(self) -> None:
+        """Drop all copies: the next call makes new ones from the module as it is then."""
+        self._idle: list[Replicas] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        parts, rows = split_tree("ReplicaSet", (args, kwargs), self.devices, dim=self.dim)
+        # A replica without rows does not run; if there is nothing to split, one replica runs.
+        active = [i for i, length in enumerate(rows or []) if length] or [0]
+
+        def call(k: int) -> Any:
+            own_args, own_kwargs = parts[active[k]]
+            return replicas.call(active[k], lambda module: module(*own_args, **own_kwargs))
+
+        with self._check_out() as replicas:
+            replicas.prepare(active)
+            outputs = run_on_devices(call, [self.devices[i] for i in active], name="ReplicaSet")
+            replicas.write_back_buffers({i: max(rows[i], 1) if rows else 1 for i in active})
+        return gather(outputs, self.output_device, dim=self.dim)
+
+    def map(self, batches: Iterable[Any], *, ahead: int = 1, progress: bool | str = False) -> Iterator[Any]:
+        """Run each of `batches` on one of the devices; yield the results in order, on `output_device`, without gradients.
+
+        A batch that is a tuple or list is passed as arguments, a mapping as keyword arguments, anything else as one argument.
+        While a device works on one batch, `ahead` more are being copied to it; at most (1 + ahead) batches or results for
+        each device exist at a time. Put the module in eval mode first. Changes of buffers are not written back.
+
+        `progress` shows a bar (by tqdm), with that text if it is a string. An error of a replica is raised in place of the
+        result of its batch, with a note that says which batch it was, and on which device.
+        """
+        if ahead < 0:
+            raise ValueError(f"ReplicaSet.map: ahead={ahead} must not be negative")
+        return map_batches(self._check_out(), batches, self.devices, self.output_device, ahead=ahead, progress=progress)
+
+    @contextmanager
+    def _check_out(self) -> Iterator[Replicas]:
+        """Yield replicas that nobody else uses meanwhile: a call during a map, or in another thread, gets others."""
+        idle = self._idle
+        try:
+            replicas = idle.pop()
+        except IndexError:
+            replicas = Replicas(self.module, self.devices, self.bucket_bytes)
+        try:
+            yield replicas
+        finally:
+            replicas.release()
+            idle.append(replicas)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_idle": []}  # copies of the module are not saved
+
+
 def map_batches(
-    checked_out: AbstractContextManager[Replicas],
+    replica_context: AbstractContextManager[Replicas],
     batches: Iterable[Any],
     devices: Sequence[torch.device],
     output: torch.device,
@@ -28,18 +126,21 @@ def map_batches(
     ahead: int,
     progress: bool | str,
 ) -> Iterator[Any]:
-    """The results of the batches, in order, on `output`. Batch k goes to replica k % len(devices), which has a thread of its
-    own; its copy starts at once, while the replica is still at work on the batches before it."""
+    """Yield the results of the batches, in order, on `output`.
+
+    Batch k goes to replica k % len(devices), which has its own thread. The copy of a batch starts at once, while the replica
+    still works on the batches before it.
+    """
     waiting: deque[Future[Any]] = deque()
     failure: Exception | None = None
     source = iter(batches)
     with ExitStack() as stack:
         bar = stack.enter_context(_bar(batches, progress)) if progress else None
-        replicas = stack.enter_context(checked_out)
+        replicas = stack.enter_context(replica_context)
         with torch.no_grad():
             replicas.prepare(range(len(devices)))
         thread_context = ThreadContext([*devices, output]) if threads_supported() else None
-        # left before the replicas are given back: none runs any more then, whether the caller took all results or not
+        # These end before the replicas are returned to the set, so no replica is still running then.
         threads = [stack.enter_context(_thread()) for _ in devices]
         stack.callback(lambda: [future.cancel() for future in waiting])
         for number in count():
@@ -49,7 +150,7 @@ def map_batches(
                 waiting.append(_submit(threads[i], replicas, i, batch, devices[i], output, thread_context, number))
             except StopIteration:
                 break
-            except Exception as error:  # of the loader, or of a copy: after the results of the batches before
+            except Exception as error:  # of the loader or of a copy; raised after the results of the batches before
                 failure = error
                 break
             if len(waiting) >= len(devices) * (1 + ahead):
@@ -60,8 +161,8 @@ def map_batches(
         raise failure
 
 
-class _Here(Executor):
-    """Runs what it is given at once, in this thread."""
+class _InlineExecutor(Executor):
+    """Runs each function at once, in this thread."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -73,7 +174,7 @@ class _Here(Executor):
 
 
 def _thread() -> Executor:
-    return ThreadPoolExecutor(1, thread_name_prefix="unisono replica") if threads_supported() else _Here()
+    return ThreadPoolExecutor(1, thread_name_prefix="unisono replica") if threads_supported() else _InlineExecutor()
 
 
 def _submit(
@@ -131,102 +232,3 @@ def _bar(batches: Iterable[Any], progress: bool | str) -> Any:
         raise ImportError("ReplicaSet.map: progress needs tqdm: pip install tqdm") from error
     text = progress if isinstance(progress, str) else None
     return tqdm(total=len(batches) if isinstance(batches, Sized) else None, desc=text, unit="batch")
-
-
-class ReplicaSet(nn.Module):
-    """`module` on several `devices` of this process at once: for inference, evaluation and training.
-
-    A call splits the batch along `dim` (see scatter), runs a replica on each device that got rows, and puts the results
-    together on `output_device`, the first device unless given (see gather): outputs without dimensions, as losses, become a
-    vector with one entry for each replica that ran. The module itself stays where it is, on any device, and keeps the
-    parameters; the replicas get copies in every call, once for a whole map(), but keep those of frozen parameters
-    (requires_grad=False) until these change.
-
-    Buffers: every replica works on its own copies. What a call changes in them (the running statistics of a batch norm) is
-    taken back into the module: the mean over replicas, weighted by their rows; of integers, the first replica's. In training
-    a batch norm sees the rows of its own device: use ranks and SyncBatchNorm where it must see the whole batch.
-
-    Changes of the module (tensors, parts, hooks, attributes) are noticed at the next call. After changes inside of an
-    attribute (of a list, say), or of frozen parameters through `.data`, call sync().
-
-    Backward: gradients reach the parameters of `module` itself: the sum over the replicas. Where replicas are on other
-    devices than the module, a parameter that was not used gets zeros, for it travelled with others.
-
-    Example:
-        >>> import torch
-        >>> replicas = ReplicaSet(torch.nn.Linear(3, 2), ["cpu", "cpu"])
-        >>> replicas(torch.ones(5, 3)).shape
-        torch.Size([5, 2])
-        >>> [y.shape[0] for y in replicas.map(torch.ones(7, 3).split(3))]
-        [3, 3, 1]
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        devices: Sequence[Device],
-        *,
-        dim: int = 0,
-        output_device: Device | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
-        super().__init__()
-        self.module = module
-        self.devices = resolve_devices("ReplicaSet", devices)
-        self.output_device = self.devices[0]
-        if output_device is not None:
-            self.output_device = resolve_device("ReplicaSet", "output_device", output_device)
-        self.dim = dim
-        self.bucket_bytes = bucket_bytes
-        self.sync()
-
-    def sync(self) -> None:
-        """Forget all copies: the next call makes them anew, from the module as it is then."""
-        self._idle: list[Replicas] = []
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        parts, rows = split_tree("ReplicaSet", (args, kwargs), self.devices, dim=self.dim)
-        # a replica without rows has nothing to say; where there is nothing to split, one says it all
-        active = [i for i, length in enumerate(rows or []) if length] or [0]
-
-        def call(k: int) -> Any:
-            own_args, own_kwargs = parts[active[k]]
-            return replicas.call(active[k], lambda module: module(*own_args, **own_kwargs))
-
-        with self._check_out() as replicas:
-            replicas.prepare(active)
-            outputs = run_on_devices(call, [self.devices[i] for i in active], name="ReplicaSet")
-            replicas.write_back_buffers({i: max(rows[i], 1) if rows else 1 for i in active})
-        return gather(outputs, self.output_device, dim=self.dim)
-
-    def map(self, batches: Iterable[Any], *, ahead: int = 1, progress: bool | str = False) -> Iterator[Any]:
-        """Run a whole evaluation set through the devices: each batch on one of them; results in order, on `output_device`.
-
-        A batch that is a tuple or list is given as arguments, a mapping as keyword arguments, anything else as the one
-        argument. While a device works on one batch, `ahead` more are being copied to it; no more than (1 + ahead) batches
-        or results for each device exist at a time. Without gradients; put the module in eval mode first. What replicas
-        change in buffers is not taken back.
-
-        `progress` shows a bar (by tqdm), with that text if it is one. An error of a replica comes at the place of its
-        batch, after the results before it, with a note that says which batch it was, and on which device.
-        """
-        if ahead < 0:
-            raise ValueError(f"ReplicaSet.map: ahead={ahead} must not be negative")
-        return map_batches(self._check_out(), batches, self.devices, self.output_device, ahead=ahead, progress=progress)
-
-    @contextmanager
-    def _check_out(self) -> Iterator[Replicas]:
-        """Replicas that nobody else uses meanwhile: a call during a map, or in another thread, gets others."""
-        idle = self._idle
-        try:
-            replicas = idle.pop()
-        except IndexError:
-            replicas = Replicas(self.module, self.devices, self.bucket_bytes)
-        try:
-            yield replicas
-        finally:
-            replicas.release()
-            idle.append(replicas)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_idle": []}  # copies are made where they are needed

@@ -1,4 +1,4 @@
-"""Split a tree of tensors over devices."""
+"""scatter and gather: split a tree of tensors over devices, and put the parts together again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ Tree = TypeVar("Tree")
 
 
 class Replicate(Generic[T]):
-    """Marks a leaf, or a whole subtree, that is not to be split: scatter gives all of it to every device, and gather takes
-    that of the first tree.
+    """Marks a leaf or a whole subtree that scatter must not split: every device gets all of it. gather takes the first tree's.
 
     Example:
         >>> import torch
@@ -37,15 +36,15 @@ class Replicate(Generic[T]):
 
 
 def scatter(tree: Tree, devices: Sequence[Device], *, dim: int = 0, sizes: Sequence[int] | None = None) -> list[Tree]:
-    """Split the tensors of `tree` along `dim` over `devices`: one tree of the same structure for each device, always.
+    """Split the tensors of `tree` along `dim` over `devices`; return one tree of the same structure for each device.
 
-    Each tensor is split as evenly as it goes, longer parts first, or into parts of `sizes`. Nothing is lost: a tensor that
-    is shorter than the number of devices leaves the last ones an empty part. Tensors without dimensions, and what stands in
-    Replicate, go to every device whole; so does anything that is not a tensor, as the same object. A part on the device
-    where its tensor already is, is a view of it. Copies from the host run on streams of their own, from pinned memory; what
-    is pinned already is read where it is, while the host goes on.
+    Each tensor is split as evenly as possible, longer parts first, or into parts of `sizes`. If a tensor is shorter than the
+    number of devices, the last ones get an empty part. Tensors without dimensions, and what is inside Replicate, go whole to
+    every device; so does anything that is not a tensor, as the same object. A part that stays on the device of its tensor is
+    a view of it. Copies from the host run on separate streams, from pinned memory; memory that is pinned already is read
+    where it is, while the host does other work.
 
-    Backward: gather of the parts' gradients; what went to every device whole gets their sum.
+    Backward: gather of the parts' gradients; what went whole to every device gets their sum.
 
     Example:
         >>> import torch
@@ -56,14 +55,48 @@ def scatter(tree: Tree, devices: Sequence[Device], *, dim: int = 0, sizes: Seque
     return trees
 
 
+def gather(trees: Sequence[Tree], device: Device, *, dim: int = 0) -> Tree:
+    """Concatenate the tensors of `trees`, which have one structure, along `dim` on `device`, in the order of the trees.
+
+    Tensors without dimensions become a vector with one entry for each tree. What is not a tensor stays as it is if it is
+    equal in all trees, otherwise it becomes a list with one entry for each tree. What is inside Replicate is taken from the
+    first tree. Tensors of the result are new, also those of a single tree.
+
+    Backward: scatter. Every part gets its slice of the gradient, on its own device.
+
+    Example:
+        >>> import torch
+        >>> gather([{"x": torch.tensor([1, 2]), "n": 2}, {"x": torch.tensor([3]), "n": 1}], "cpu")
+        {'x': tensor([1, 2, 3]), 'n': [2, 1]}
+    """
+    target = resolve_device("gather", "device", device)
+    if not len(trees):
+        raise ValueError("gather: trees=[]: expected at least one tree")
+    flat = [tree_flatten(tree) for tree in trees]
+    structure = flat[0][1]
+    for number, (_, other) in enumerate(flat[1:], 1):
+        if other != structure:
+            raise ValueError(
+                f"gather: trees: tree {number} is {other}, but tree 0 is {structure}; they must have one structure"
+            )
+    copies = Copies()
+    columns = [
+        _move(column, target, copies, structure, place)
+        for place, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True))
+    ]
+    copies.join()
+    result: Tree = structure.unflatten([_join(column, dim, structure, place) for place, column in enumerate(columns)])
+    return result
+
+
 def split_tree(
     function: str, tree: Tree, devices: Sequence[torch.device], *, dim: int, sizes: Sequence[int] | None = None
 ) -> tuple[list[Tree], list[int] | None]:
-    """What scatter gives, and the rows of each device (of its longest part); None if nothing was there to split."""
+    """Return what scatter returns, and the rows of each device (of its longest part); None if there was nothing to split."""
     leaves, structure = tree_flatten(tree)
     if sizes is not None and (len(sizes) != len(devices) or min(sizes) < 0):
         raise ValueError(f"{function}: sizes={tuple(sizes)} must have one length for each of {len(devices)} devices")
-    columns: list[Sequence[Any]] = []  # of each leaf, what every device gets
+    columns: list[Sequence[Any]] = []  # for each leaf, what every device gets
     longest = -1
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and (leaf.ndim or leaf.layout != torch.strided):
@@ -91,12 +124,12 @@ def split_tree(
 
 
 def start_copy(leaf: Any, device: torch.device, copies: Copies) -> Any:
-    """`leaf` on `device`, once `copies` are joined."""
+    """Return `leaf` on `device`; complete when `copies` are joined."""
     return copies.start(leaf, device) if isinstance(leaf, Tensor) else leaf
 
 
 def move_tree(tree: Any, device: torch.device, copies: Copies) -> Any:
-    """`tree` on `device`, once `copies` are joined; what stands in Replicate as if it did not."""
+    """Return `tree` on `device`, without Replicate marks; complete when `copies` are joined."""
     leaves, structure = tree_flatten(tree)
     inner = (
         move_tree(leaf.value, device, copies) if isinstance(leaf, Replicate) else start_copy(leaf, device, copies)
@@ -106,7 +139,7 @@ def move_tree(tree: Any, device: torch.device, copies: Copies) -> Any:
 
 
 def _repeat(leaf: Any, devices: Sequence[torch.device]) -> Sequence[Any]:
-    """All of `leaf` for every device."""
+    """Return all of `leaf` for every device."""
     if isinstance(leaf, Tensor):
         return copy_to_devices(leaf, devices)
     if not isinstance(leaf, Replicate):
@@ -134,43 +167,6 @@ def _divide(
             f"{tuple(x.shape)} has {x.shape[dim]} along dim {dim}"
         )
     return x.split_with_sizes(list(sizes), dim)
-
-
-Tree = TypeVar("Tree")
-
-
-def gather(trees: Sequence[Tree], device: Device, *, dim: int = 0) -> Tree:
-    """Put the tensors of `trees`, which have one structure, together along `dim` on `device`, in the order of the trees.
-
-    Tensors without dimensions become a vector with one entry for each tree. What is not a tensor is kept once if it is equal
-    in all trees, else as a list with one entry for each tree: no value is lost. Of what stands in Replicate the first
-    tree's is taken. Tensors of the result are new, also those of a single tree.
-
-    Backward: scatter: every part gets its slice of the gradient, on its own device.
-
-    Example:
-        >>> import torch
-        >>> gather([{"x": torch.tensor([1, 2]), "n": 2}, {"x": torch.tensor([3]), "n": 1}], "cpu")
-        {'x': tensor([1, 2, 3]), 'n': [2, 1]}
-    """
-    target = resolve_device("gather", "device", device)
-    if not len(trees):
-        raise ValueError("gather: trees=[]: expected at least one tree")
-    flat = [tree_flatten(tree) for tree in trees]
-    structure = flat[0][1]
-    for number, (_, other) in enumerate(flat[1:], 1):
-        if other != structure:
-            raise ValueError(
-                f"gather: trees: tree {number} is {other}, but tree 0 is {structure}; they must have one structure"
-            )
-    copies = Copies()
-    columns = [
-        _move(column, target, copies, structure, place)
-        for place, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True))
-    ]
-    copies.join()
-    result: Tree = structure.unflatten([_join(column, dim, structure, place) for place, column in enumerate(columns)])
-    return result
 
 
 def _move(column: Sequence[Any], target: torch.device, copies: Copies, structure: TreeStructure, place: int) -> list[Any]:
