@@ -77,9 +77,9 @@ class Squared(nn.BatchNorm2d):
         return super().forward(input) ** 2
 
 
-def test_unknown_subclasses_are_refused_by_name_and_nothing_is_changed():
+def test_unknown_subclasses_raise_by_name_and_nothing_is_changed():
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(Squared(3)), nn.InstanceNorm2d(3))
-    with pytest.raises(TypeError, match=r"1\.0: tests\.dataparallel\.test_batch_norm_models\.Squared"):
+    with pytest.raises(TypeError, match=r"1\.0: tests\.dataparallel\.test_convert_sync_batchnorm\.Squared"):
         convert_sync_batchnorm(model)
     assert type(model[0]) is nn.BatchNorm2d
     assert type(convert_sync_batchnorm(model[2])) is nn.InstanceNorm2d

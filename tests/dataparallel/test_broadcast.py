@@ -6,7 +6,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
-from tests.dataparallel.places import KINDS, devices_of
+from tests.dataparallel.device_kinds import KINDS, devices_of
 from unisono.dataparallel import broadcast, reduce_add
 
 
@@ -158,7 +158,7 @@ def test_placement_on_cuda_without_cuda():
         (lambda: reduce_add([[torch.ones(2)], [torch.ones(2).int()]], "cpu"), ValueError, ["torch.int32", "torch.float32"]),
     ],
 )
-def test_bad_input_is_refused_by_name(call, error, words):
+def test_bad_input_raises_and_names_the_argument(call, error, words):
     with pytest.raises(error) as caught:
         call()
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -172,3 +172,16 @@ def test_compiles_without_a_graph_break():
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(run(x), 2 * x.sin())
     torch.testing.assert_close(torch.autograd.grad(run(x).sum(), x)[0], 2 * x.cos())
+
+
+def test_cpu_tensors_are_broadcast_and_added():
+    """torch.cuda.comm raised for CPU tensors."""
+    x = torch.arange(4.0)
+    assert torch.equal(reduce_add(broadcast([x], ["cpu"] * 4), "cpu")[0], 4 * x)
+
+
+def test_the_sum_of_one_input_is_no_alias():
+    """torch.cuda.comm.reduce_add returned its only input itself."""
+    x = torch.ones(2)
+    reduce_add([[x]], "cpu")[0].add_(1)
+    assert x.tolist() == [1, 1]

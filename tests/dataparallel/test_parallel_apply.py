@@ -2,6 +2,7 @@
 
 import contextvars
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,7 +137,7 @@ def test_an_exit_in_a_replica_is_not_swallowed():
 
 
 @pytest.mark.parametrize("given", [([fail], [1, 2], ["cpu"]), ([fail], [1], CPUS), ([fail] * 2, [1, 2], ["cpu"])])
-def test_lengths_that_do_not_fit_are_refused(given):
+def test_lengths_that_do_not_fit_raise(given):
     with pytest.raises(ValueError, match=r"parallel_apply: got \d fns, \d args, \d kwargs and \d devices"):
         parallel_apply(*given)
 
@@ -166,3 +167,27 @@ def test_gradients_and_transforms():
     leaf = x.clone().requires_grad_()
     torch.testing.assert_close(torch.autograd.grad(run(leaf), leaf)[0], expected)
     torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="eager")(x), run(x))
+
+
+def test_parallel_apply_keeps_inference_mode_context_variables_and_dispatch_modes():
+    """The threads of torch.nn.parallel.parallel_apply had neither inference mode, context variables nor dispatch modes."""
+    text = contextvars.ContextVar("text", default="lost")
+    text.set("kept")
+    with torch.inference_mode():
+        assert (
+            parallel_apply([lambda: (torch.is_inference_mode_enabled(), text.get())] * 2, [()] * 2, CPUS[:2])
+            == [(True, "kept")] * 2
+        )
+    with FakeTensorMode():
+        assert all(isinstance(x, FakeTensor) for x in parallel_apply([partial(torch.ones, 2)] * 2, [()] * 2, CPUS[:2]))
+
+
+def leave(error: BaseException) -> None:
+    raise error
+
+
+def test_an_exit_in_a_replica_is_not_a_key_error():
+    """A SystemExit in a replica became a KeyError in torch.nn.parallel.parallel_apply."""
+    with pytest.raises(BaseExceptionGroup) as caught:
+        parallel_apply([leave] * 2, [SystemExit(2), SystemExit(2)], CPUS[:2])
+    assert isinstance(caught.value.exceptions[0], SystemExit)

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.utils.rnn import pack_sequence
 
-from tests.dataparallel.places import KINDS, devices_of
+from tests.dataparallel.device_kinds import KINDS, devices_of
 from unisono.dataparallel import Replicate, gather, scatter
 
 CPUS = ["cpu"] * 4
@@ -247,7 +247,7 @@ def test_values_that_differ_are_all_kept():
         (lambda: gather([torch.ones(1), torch.tensor(1.0)], "cpu"), ValueError, ["gather", "(1,), ()"]),
     ],
 )
-def test_bad_input_is_refused_by_name(call, error, words):
+def test_bad_input_raises_and_names_the_argument(call, error, words):
     with pytest.raises(error) as caught:
         call()
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -293,3 +293,65 @@ def test_compiles_without_a_graph_break():
     y = run(x, w)
     torch.testing.assert_close(y["y"], x @ w)
     torch.testing.assert_close(torch.autograd.grad(y["y"].sum(), w)[0], x.sum(0)[:, None].expand(3, 2))
+
+
+def test_cpu_tensors_are_taken():
+    """torch.nn.parallel.scatter raised for CPU tensors."""
+    x = torch.arange(4.0)
+    assert torch.equal(gather(scatter(x, CPUS), "cpu"), x)
+
+
+def test_from_the_cpu_to_any_accelerator_and_back_to_a_torch_device(pretend):
+    """torch.nn.parallel.scatter knew CUDA devices only, and gather took no torch.device."""
+    x = torch.arange(9.0)
+    parts = scatter(x, [torch.device("pretend", k) for k in range(4)])
+    assert torch.equal(gather(parts, torch.device("cpu")), x)
+
+
+def test_no_rows_vanish_when_leaves_differ_in_length():
+    """torch.nn.parallel.scatter zipped the parts of the leaves, so rows of the longer ones were lost."""
+    nine, two = torch.arange(9), torch.arange(2)
+    parts = scatter((nine, two), CPUS)
+    assert len(parts) == 4 and [len(a) for a, _ in parts] == [3, 2, 2, 2] and [len(b) for _, b in parts] == [1, 1, 0, 0]
+    back = gather(parts, "cpu")
+    assert torch.equal(back[0], nine) and torch.equal(back[1], two)
+
+
+def test_nine_rows_use_all_four_devices():
+    """torch.nn.parallel.scatter split 9 rows into 3, 3 and 3, and one device had nothing to do."""
+    assert [len(part) for part in scatter(torch.arange(9), CPUS)] == [3, 2, 2, 2]
+
+
+def test_none_beside_a_tensor_is_an_error_and_not_none():
+    """torch.nn.parallel.gather returned None if the first output was None."""
+    with pytest.raises(TypeError, match="NoneType, Tensor"):
+        gather([None, torch.ones(2)], "cpu")
+
+
+def test_texts_and_numbers_are_gathered():
+    """torch.nn.parallel.gather raised for strings and numbers."""
+    assert gather(["a", "b"], "cpu") == ["a", "b"] and gather([3, 3], "cpu") == 3
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor
+    cache: Any = None
+
+
+def test_dataclasses_and_default_dicts_and_scalars():
+    """torch.nn.parallel.gather raised for dataclasses and default dicts, and warned for scalars."""
+    parts = [Output(torch.ones(k + 1, 2), torch.tensor(float(k))) for k in range(3)]
+    whole = gather(parts, "cpu")
+    assert whole.logits.shape == (6, 2) and whole.loss.tolist() == [0, 1, 2] and whole.cache is None
+    again = scatter(Output(torch.arange(4), torch.tensor(1.0)), CPUS[:2])
+    assert again[1].logits.tolist() == [2, 3] and again[1].loss == 1.0
+    table = gather([defaultdict(list, x=torch.ones(1)), defaultdict(list, x=torch.ones(2))], "cpu")
+    assert isinstance(table, defaultdict) and table["x"].shape == (3,) and table["new"] == []
+
+
+def test_complex_along_the_last_dimension():
+    """torch.nn.parallel.scatter failed for complex tensors along the last dimension."""
+    x = torch.randn(2, 5, dtype=torch.complex64)
+    assert torch.equal(gather(scatter(x, CPUS, dim=-1), "cpu", dim=-1), x)
