@@ -326,7 +326,7 @@ def test_hooks_of_others_see_every_replica_and_new_attributes_are_followed():
 
 
 def test_replicas_in_threads_do_not_mix_up():
-    """One module shared by threads gives wrong results nearly every time; see test_threads_that_share_a_module_race_and_templates_do_not."""
+    """One module shared by threads gives wrong results nearly every time: the race test below."""
     module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
     replicas, x = ReplicaSet(module, ["cpu"] * 4), torch.randn(64, 16)
     with torch.no_grad():
