@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _HEADER = 16  # int64 values in the message, whatever the call
 _FIXED = 3  # of which: has a problem, fingerprint, number of integers
 _TEXT_BYTES = 2048  # bytes of each rank's description in an error
+_DEEPEST = 8  # levels of objects in objects that stable_repr opens
 _PLAIN = {bool, int, float, str, bytes, type(None)}  # types whose repr is the same in every process
 
 _OUR_NAMESPACE = __name__.partition(".")[0]  # holds all our packages, so there is no list of them to keep up to date
@@ -224,7 +226,14 @@ def stable_repr(value: object, _parents: tuple[int, ...] = ()) -> str:
         return f"{{{', '.join(sorted(pairs))}}}"
     if hasattr(value, "__qualname__"):  # a class or a function
         return f"{value.__module__}.{value.__qualname__}"
-    if attributes := getattr(value, "__dict__", None):
+    if isinstance(value, Enum):
+        return f"{kind.__qualname__}.{value.name}"
+    if isinstance(value, Tensor):  # its values may be on a device that must not be waited for
+        return describe(value)
+    # Attributes tell more than a repr, but large objects (a tokenizer) have a short repr of their own and no __eq__.
+    has_value = kind.__eq__ is not object.__eq__ or kind.__repr__ is object.__repr__
+    attributes = getattr(value, "__dict__", None)
+    if has_value and attributes and len(parents) < _DEEPEST:
         state = {k: v for k, v in attributes.items() if not isinstance(getattr(kind, k, None), cached_property)}
         return f"{kind.__qualname__}{stable_repr(state, parents)}"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))

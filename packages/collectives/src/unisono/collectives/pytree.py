@@ -256,7 +256,7 @@ def _validate_leaves(
         numbers=[n for x, length in zip(tensors, lengths, strict=True) for n in (length, x.requires_grad and recording)],
         words=lambda: (
             f"all_gather(a tree of {', '.join(map(describe, tensors))}, dim={dim}) at {user_frame()}, "
-            f"in {' '.join(str(same[0]).split())} beside {same[1]}"
+            f"in {same[0]}, other values {same[1]}"
         ),
         device=tensors[0].device if tensors else None,
         rule=f"The tree, its dtypes, every dimension but {dim}, and what is not a tensor must be the same on every rank.",
