@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from unisono.dataparallel import sync_gradients
 from unisono_models.gan.config import LossConfig, ModelConfig
-from unisono_models.gan.game.batches import Batch
-from unisono_models.gan.game.objective import Game
+from unisono_models.gan.data.image_dataset import Batch
+from unisono_models.gan.loss import Game
 
 ROWS, CLASSES, WIDTH = 64, 5, 6
 SMALL = {"noise": 8, "generator": (8, 4), "discriminator": (8, 4), "embedding": 8}

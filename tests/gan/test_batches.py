@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from unisono_models.gan.data.images import Images
-from unisono_models.gan.game.batches import Batches
+from unisono_models.gan.data.image_dataset import Batches, Images
 from unisono_models.training.order import SampleOrder
 from unisono_models.training.ranks import Ranks
 

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.gan.small_game import CASES, CLASSES, SMALL, WIDTH
 from unisono_models.gan.config import LossConfig, ModelConfig
-from unisono_models.gan.game.batches import Batch
-from unisono_models.gan.game.objective import Game
-from unisono_models.gan.networks.minibatch_stddev import minibatch_stddev
+from unisono_models.gan.data.image_dataset import Batch
+from unisono_models.gan.loss import Game
+from unisono_models.gan.model.minibatch_stddev import minibatch_stddev
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
 RANK, WORLD = 17, 24

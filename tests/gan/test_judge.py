@@ -10,12 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono_models.gan.config import DataConfig, EvaluationConfig
-from unisono_models.gan.data.images import Images
-from unisono_models.gan.evaluation import Evaluator
-from unisono_models.gan.judge.kept import classes_of, read_judge, ready_judge, write_judge
-from unisono_models.gan.judge.network import Judge
-from unisono_models.gan.judge.training import train_judge
-from unisono_models.gan.source import Source, open_source
+from unisono_models.gan.data.build import Source, open_source
+from unisono_models.gan.data.image_dataset import Images
+from unisono_models.gan.evaluate import Evaluator
+from unisono_models.gan.feature_extractor import Judge, classes_of, read_judge, ready_judge, train_judge, write_judge
 from unisono_models.training.ranks import Ranks, start_ranks
 
 

@@ -10,10 +10,9 @@ from torch.nn.functional import softplus
 from tests.gan.small_game import CASES, CLASSES, ROWS, SMALL, make_batch, make_game, share_of
 from unisono.collectives import count_bytes
 from unisono_models.gan.config import LossConfig, ModelConfig
-from unisono_models.gan.game.matching import mismatched
-from unisono_models.gan.game.objective import Game, frozen
-from unisono_models.gan.networks.discriminator import Discriminator
-from unisono_models.gan.networks.generator import Generator
+from unisono_models.gan.loss import Game, frozen, mismatched
+from unisono_models.gan.model.discriminator import Discriminator
+from unisono_models.gan.model.generator import Generator
 
 
 def scores_of(game, batch):

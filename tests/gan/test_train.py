@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.training.without_curves import without_curves
+from unisono_models.gan.commands.evaluate import main as evaluate
+from unisono_models.gan.commands.sample import main as sample
 from unisono_models.gan.config import LossConfig
-from unisono_models.gan.evaluate import main as evaluate
 from unisono_models.gan.recipes import RECIPES
-from unisono_models.gan.sample import main as sample
 from unisono_models.gan.train import gamma_of, main
 from unisono_models.training.comparison import compare_runs
 from unisono_models.training.randomness import key_of
@@ -171,7 +171,7 @@ def test_too_few_pictures_are_refused_before_training(tmp_path):
 @pytest.mark.parametrize("name", list(RECIPES.recipes))
 def test_recipes_fit_their_pictures(name):
     """Networks of every recipe can be made; the smallest batch goes through them."""
-    from unisono_models.gan.game.objective import Game
+    from unisono_models.gan.loss import Game
 
     config = RECIPES[name]
     channels = 3 if config.data.colour else 1

@@ -10,21 +10,29 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save
 
-from unisono_models.gan import evaluate, sample
+from unisono_models.gan.commands import evaluate, sample
 from unisono_models.gan.config import Config, DataConfig, EvaluationConfig, ModelConfig
-from unisono_models.gan.data import text_vectors
-from unisono_models.gan.data.images import Images
-from unisono_models.gan.evaluation import Evaluator
-from unisono_models.gan.export import read_export, write_export
-from unisono_models.gan.judge.kept import ready_judge
-from unisono_models.gan.networks.generator import Generator
-from unisono_models.gan.outcome import conclude, write_frame
-from unisono_models.gan.pictures.animation import FIRST, LAST, find_frames, frame_path, write_animation
-from unisono_models.gan.pictures.generating import generate, generate_like
-from unisono_models.gan.pictures.grid import BACKGROUND, GAP, MARGIN, draw_grid, to_pixels
-from unisono_models.gan.pictures.nearest import find_nearest
-from unisono_models.gan.pictures.sheets import interpolate, show_classes, show_some
-from unisono_models.gan.source import Source, open_source
+from unisono_models.gan.data import conditions as text_vectors
+from unisono_models.gan.data.build import Source, open_source
+from unisono_models.gan.data.image_dataset import Images
+from unisono_models.gan.evaluate import Evaluator
+from unisono_models.gan.feature_extractor import ready_judge
+from unisono_models.gan.figures import (
+    BACKGROUND,
+    FIRST,
+    GAP,
+    LAST,
+    MARGIN,
+    draw_grid,
+    find_frames,
+    frame_path,
+    to_pixels,
+    write_animation,
+)
+from unisono_models.gan.model.export import read_export, write_export
+from unisono_models.gan.model.generator import Generator
+from unisono_models.gan.model.sampling import generate, generate_like, interpolate, show_classes, show_some
+from unisono_models.gan.report import conclude, find_nearest, write_frame
 from unisono_models.training.config import RunConfig
 from unisono_models.training.ranks import Ranks
 from unisono_models.training.run_directory import RunDirectory, open_run

@@ -10,15 +10,15 @@ from torch.optim import Adam
 
 from unisono.dataparallel import GradientSync
 from unisono_models.gan.config import Config, OptimizerConfig
-from unisono_models.gan.evaluation import Evaluator, check_counts
-from unisono_models.gan.game.batches import Batches
-from unisono_models.gan.game.objective import Game
-from unisono_models.gan.judge.kept import ready_judge
-from unisono_models.gan.networks.moving_average import start_average, update_average
-from unisono_models.gan.outcome import conclude, write_frame
-from unisono_models.gan.pictures.generating import generate_like
+from unisono_models.gan.data.build import open_source
+from unisono_models.gan.data.image_dataset import Batches
+from unisono_models.gan.evaluate import Evaluator, check_counts
+from unisono_models.gan.feature_extractor import ready_judge
+from unisono_models.gan.loss import Game
+from unisono_models.gan.model.generator import start_average, update_average
+from unisono_models.gan.model.sampling import generate_like
 from unisono_models.gan.recipes import RECIPES
-from unisono_models.gan.source import open_source
+from unisono_models.gan.report import conclude, write_frame
 from unisono_models.training.checkpoints import Checkpoints
 from unisono_models.training.heartbeat import Heartbeat
 from unisono_models.training.order import SampleOrder
