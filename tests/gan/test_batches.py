@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from unisono_models.gan.data.image_dataset import Batches, Images
+from unisono_models.gan.data.images import Images
+from unisono_models.gan.data.loader import BatchLoader
 from unisono_models.training.order import SampleOrder
 from unisono_models.training.ranks import Ranks
 
@@ -22,7 +23,7 @@ def make_images(rows=11):
 
 def make_batches(kind, rank=0, size=1, images=None):
     images = images or make_images()
-    return Batches(images, kind, SampleOrder(len(images), 5, 3), 37, 3, Ranks(rank, size, rank, CPU), torch.float64)
+    return BatchLoader(images, kind, SampleOrder(len(images), 5, 3), 37, 3, Ranks(rank, size, rank, CPU), torch.float64)
 
 
 @pytest.mark.parametrize("kind", ["class", "vector", "none"])

@@ -20,29 +20,29 @@ from unisono_models.emoji import drawings as drawings_module
 from unisono_models.emoji.concepts import list_emoji
 from unisono_models.emoji.groups import GROUPS
 from unisono_models.gan.config import Condition, DataConfig
-from unisono_models.gan.data import build as source_module
+from unisono_models.gan.data import dataset as source_module
 from unisono_models.gan.data import emoji as emoji_module
-from unisono_models.gan.data.build import Source, hold_out, hold_out_families, open_source
 from unisono_models.gan.data.conditions import TextEncoder, encode_captions
+from unisono_models.gan.data.dataset import Datasets, build_datasets, hold_out, hold_out_families
 from unisono_models.gan.data.emoji import read_emoji
 from unisono_models.gan.data.folder import list_folder, read_captions
-from unisono_models.gan.data.image_dataset import Images
+from unisono_models.gan.data.images import Images
 from unisono_models.gan.data.mnist import mnist_file, read_idx, read_idx_folder, read_mnist, scale_grey, set_channels
 from unisono_models.training.ranks import Ranks, start_ranks
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
 
-def opened(config: DataConfig, condition: Condition = "none") -> Source:
+def opened(config: DataConfig, condition: Condition = "none") -> Datasets:
     with start_ranks() as ranks:
-        return open_source(config, condition=condition, ranks=ranks)
+        return build_datasets(config, condition=condition, ranks=ranks)
 
 
 def failed(configs: Sequence[DataConfig], condition: Condition) -> str:
     """The error of a rank, which opens configs[rank]."""
     with start_ranks() as ranks:
         try:
-            open_source(configs[ranks.rank], condition=condition, ranks=ranks)
+            build_datasets(configs[ranks.rank], condition=condition, ranks=ranks)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return ""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from unisono_models.gan.config import EvaluationConfig
-from unisono_models.gan.data.build import Source
-from unisono_models.gan.data.image_dataset import Images
+from unisono_models.gan.data.dataset import Datasets
+from unisono_models.gan.data.images import Images
 from unisono_models.gan.feature_extractor import Judge
 from unisono_models.gan.metrics.features import tiles_of
 from unisono_models.gan.metrics.frechet_distance import frechet_distance, take_moments
@@ -64,7 +64,7 @@ class Evaluator:
 
     def __init__(
         self,
-        source: Source,
+        source: Datasets,
         judge: Judge,
         ranks: Ranks,
         heartbeat: Heartbeat | None,
@@ -74,7 +74,7 @@ class Evaluator:
     ) -> None:
         self.source, self.judge, self.ranks, self.heartbeat, self.config = source, judge, ranks, heartbeat, config
         self.conditional = conditional
-        check_counts(source, config)
+        validate_counts(source, config)
         shuffled = torch.randperm(len(source.train), generator=generator(_SEED, "evaluation"))
         self._places = shuffled.repeat(-(-config.samples // len(shuffled)))[: config.samples]
         self._real = self._see(source.train, shuffled)
@@ -165,7 +165,7 @@ class Evaluator:
             self.heartbeat.beat()
 
 
-def check_counts(source: Source, config: EvaluationConfig) -> None:
+def validate_counts(source: Datasets, config: EvaluationConfig) -> None:
     """Raises: ValueError if there are too few pictures for an Evaluator. Cheap: to be called before anything is trained."""
     if min(config.samples, len(source.train)) <= config.neighbours:
         raise ValueError(

@@ -16,8 +16,8 @@ from torch.optim import Adam
 
 from unisono.collectives import broadcast
 from unisono_models.gan.config import EvaluationConfig
-from unisono_models.gan.data.build import Source
-from unisono_models.gan.data.image_dataset import Images
+from unisono_models.gan.data.dataset import Datasets
+from unisono_models.gan.data.images import Images
 from unisono_models.training.disk import replace_file
 from unisono_models.training.heartbeat import Heartbeat
 from unisono_models.training.order import SampleOrder
@@ -90,7 +90,7 @@ _SHIFT = 1 / 16  # of the side, at most
 _TILE = 500  # test pictures at a time
 
 
-def train_judge(judge: Judge, source: Source, config: EvaluationConfig, heartbeat: Heartbeat | None = None) -> float:
+def train_judge(judge: Judge, source: Datasets, config: EvaluationConfig, heartbeat: Heartbeat | None = None) -> float:
     """Draw the judge's weights and train them on source.train; returns its accuracy on source.test, NaN if that is empty.
 
     By one process alone, and not by shares: a thousand steps make another judge of another rounding, and figures are to be the
@@ -155,8 +155,8 @@ def _shift(pictures: Tensor, parts: Tensor) -> Tensor:
     return moved.movedim(3, 1)
 
 
-def ready_judge(
-    path: Path, source: Source, config: EvaluationConfig, ranks: Ranks, heartbeat: Heartbeat | None = None
+def load_or_train_feature_extractor(
+    path: Path, source: Datasets, config: EvaluationConfig, ranks: Ranks, heartbeat: Heartbeat | None = None
 ) -> Judge:
     """The judge of a run: the one in the file `path`, or if there is none a newly trained one, which is kept there.
 
@@ -187,7 +187,7 @@ def ready_judge(
     return judge
 
 
-def classes_of(source: Source) -> tuple[str, ...]:
+def classes_of(source: Datasets) -> tuple[str, ...]:
     """What a judge of these pictures tells apart: their classes, if there are two or more; (): their quarter-turns."""
     return source.train.classes if source.train.labels is not None and len(source.train.classes) > 1 else ()
 
@@ -225,7 +225,7 @@ def _blank(channels: int, size: int, classes: Sequence[str]) -> Judge:
     return judge.to_empty(device="cpu")
 
 
-def _check_fit(judge: Judge, path: Path, source: Source) -> None:
+def _check_fit(judge: Judge, path: Path, source: Datasets) -> None:
     found = (judge.channels, judge.size, judge.classes)
     wanted = (source.train.channels, source.train.size, classes_of(source))
     if found != wanted:

@@ -17,7 +17,7 @@ from unisono.collectives import Group, all_gather, all_reduce, exchange_sizes
 from unisono.collectives.groups import resolve
 from unisono.contrastive import clip_loss
 from unisono_models.gan.config import LossConfig, ModelConfig
-from unisono_models.gan.data.image_dataset import Batch
+from unisono_models.gan.data.loader import Batch
 from unisono_models.gan.model.discriminator import Discriminator
 from unisono_models.gan.model.generator import Generator
 
@@ -136,7 +136,7 @@ def mismatched(
     return found, differs
 
 
-class Game(nn.Module):
+class GAN(nn.Module):
     """Generator and discriminator, and their losses. All ranks call, each with its rows of the global batch.
 
     Losses are the same on every rank; "loss" is the one to call backward on, and its gradients are those of the global loss

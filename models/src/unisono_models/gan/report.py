@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from unisono_models.gan.config import Condition, Config
-from unisono_models.gan.data.build import Source
-from unisono_models.gan.data.image_dataset import Images
+from unisono_models.gan.data.dataset import Datasets
+from unisono_models.gan.data.images import Images
 from unisono_models.gan.evaluate import Evaluator
 from unisono_models.gan.feature_extractor import Judge
 from unisono_models.gan.figures import draw_grid, find_frames, frame_path, save_picture, write_animation
@@ -62,7 +62,7 @@ def _pixels(pictures: Tensor) -> Tensor:
 HIGHLIGHTS = ("frechet_distance", "label_accuracy", "precision", "recall")
 
 
-def write_frame(run: RunDirectory, average: Generator, source: Source, *, step: int, seed: int) -> None:
+def save_sample_grid(run: RunDirectory, average: Generator, source: Datasets, *, step: int, seed: int) -> None:
     """Keep a picture of what the generator makes after `step`: of the same noise and conditions each time.
 
     Every rank calls this; rank 0 writes samples/step-00000100.png. A disk that is full does not end the run for it.
@@ -77,8 +77,8 @@ def write_frame(run: RunDirectory, average: Generator, source: Source, *, step: 
                 print(f"the picture of step {step:,} cannot be written ({error}). The run goes on", file=sys.stderr)
 
 
-def conclude(
-    run: RunDirectory, config: Config, average: Generator, source: Source, evaluator: Evaluator, figures: Mapping[str, float]
+def write_run_report(
+    run: RunDirectory, config: Config, average: Generator, source: Datasets, evaluator: Evaluator, figures: Mapping[str, float]
 ) -> None:
     """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
     real = evaluator.real()
@@ -104,7 +104,7 @@ def conclude(
     run.finish({**figures, **real})  # last: from here on, whatever happens, it is not run again
 
 
-def draw_pictures(run: RunDirectory, average: Generator, source: Source, evaluator: Evaluator, *, seed: int) -> list[Picture]:
+def draw_pictures(run: RunDirectory, average: Generator, source: Datasets, evaluator: Evaluator, *, seed: int) -> list[Picture]:
     """The pictures of the report, in samples/. One rank calls."""
     kind, found = average.config.condition, []
 
@@ -152,7 +152,7 @@ def figure_rows(figures: Mapping[str, float], real: Mapping[str, float]) -> list
     ]
 
 
-def _intro(config: Config, source: Source) -> str:
+def _intro(config: Config, source: Datasets) -> str:
     told = {"class": "by class", "vector": "by vector", "text": "by text", "none": "without conditions"}[config.model.condition]
     return (
         f"A generator of pictures of {source.train.size} pixels, {told}, was trained on {len(source.train):,} pictures, "

@@ -11,11 +11,11 @@ from typing import Annotated
 import tyro
 
 from unisono_models.gan.config import Config
-from unisono_models.gan.data.build import open_source
+from unisono_models.gan.data.dataset import build_datasets
 from unisono_models.gan.evaluate import Evaluator
-from unisono_models.gan.feature_extractor import ready_judge
+from unisono_models.gan.feature_extractor import load_or_train_feature_extractor
 from unisono_models.gan.model.export import FILES, read_export
-from unisono_models.gan.model.sampling import generate_like
+from unisono_models.gan.model.sampling import generate_for_evaluation
 from unisono_models.gan.report import figure_rows, print_table
 from unisono_models.training.config_json import read_json
 from unisono_models.training.finished_run import RunError, find_run
@@ -55,11 +55,11 @@ def evaluate_run(options: Options, ranks: Ranks, heartbeat: Heartbeat | None = N
     generator.to(ranks.device)
     evaluation = config.evaluation if options.samples is None else replace(config.evaluation, samples=options.samples)
     beat = None if heartbeat is None else heartbeat.beat
-    source = open_source(config.data, condition=config.model.condition, ranks=ranks, beat=beat)
-    judge = ready_judge(judge_file, source, evaluation, ranks, heartbeat)
+    source = build_datasets(config.data, condition=config.model.condition, ranks=ranks, beat=beat)
+    judge = load_or_train_feature_extractor(judge_file, source, evaluation, ranks, heartbeat)
     evaluator = Evaluator(source, judge, ranks, heartbeat, evaluation, conditional=config.model.condition != "none")
     seed = config.run.seed if options.seed is None else options.seed
-    found = evaluator(partial(generate_like, generator, source.train, seed=seed))
+    found = evaluator(partial(generate_for_evaluation, generator, source.train, seed=seed))
     rows = figure_rows(found, evaluator.real())
     beside = zip(rows, found, strict=True)
     return [

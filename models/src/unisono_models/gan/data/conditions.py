@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from unisono.collectives import all_gather
 from unisono_models.gan.config import Condition, DataConfig
-from unisono_models.gan.data.image_dataset import Found, Images
+from unisono_models.gan.data.images import Found, Images
 from unisono_models.training.package_files import text_folder
 from unisono_models.training.progress import watched
 from unisono_models.training.ranks import Ranks

@@ -9,7 +9,7 @@ import torch
 from unisono_models.emoji.concepts import ART, list_emoji
 from unisono_models.emoji.drawings import load_drawings
 from unisono_models.emoji.groups import GROUPS
-from unisono_models.gan.data.image_dataset import Found, Images
+from unisono_models.gan.data.images import Found, Images
 from unisono_models.gan.data.mnist import set_channels
 
 NAME = "emoji"

@@ -22,7 +22,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from unisono.collectives import all_gather
-from unisono_models.gan.data.image_dataset import Found, Images
+from unisono_models.gan.data.images import Found, Images
 from unisono_models.gan.data.mnist import fit_square
 from unisono_models.training.file_patterns import check_alike
 from unisono_models.training.progress import watched

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from unisono_models.gan.config import Condition, DataConfig, ModelConfig
-from unisono_models.gan.data.image_dataset import Images
+from unisono_models.gan.data.images import Images
 from unisono_models.gan.model.generator import Generator
 from unisono_models.training.config_json import config_from_json, config_to_json, read_json
 from unisono_models.training.disk import replace_file

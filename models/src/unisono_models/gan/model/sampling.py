@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from unisono_models.gan.config import Condition
-from unisono_models.gan.data.image_dataset import Images, condition_of
+from unisono_models.gan.data.images import Images
+from unisono_models.gan.data.loader import condition_of
 from unisono_models.gan.model.generator import Generator
 from unisono_models.training.randomness import normal, uniform
 
@@ -41,7 +42,7 @@ def fit_condition(generator: Generator, condition: Tensor | None) -> Tensor | No
     return condition.to(parameter.device, parameter.dtype if condition.is_floating_point() else condition.dtype)
 
 
-def generate_like(generator: Generator, images: Images, numbers: Tensor, places: Tensor, *, seed: int) -> Tensor:
+def generate_for_evaluation(generator: Generator, images: Images, numbers: Tensor, places: Tensor, *, seed: int) -> Tensor:
     """For evaluation: pictures under the conditions of `images` at `places`."""
     parameter = next(generator.parameters())
     kind = generator.config.condition

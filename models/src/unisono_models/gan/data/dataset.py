@@ -15,7 +15,7 @@ from unisono_models.gan.config import Condition, DataConfig
 from unisono_models.gan.data import emoji, mnist
 from unisono_models.gan.data.conditions import TextEncoder, check_condition, check_settings, encode_captions
 from unisono_models.gan.data.folder import read_folder
-from unisono_models.gan.data.image_dataset import Found, Images
+from unisono_models.gan.data.images import Found, Images
 from unisono_models.gan.data.mnist import find_idx, read_idx_folder
 from unisono_models.training.randomness import key_of, uniform
 from unisono_models.training.ranks import Ranks
@@ -68,7 +68,7 @@ def _check(part: float) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class Datasets:
     """What there is to learn from, and what was kept from it. The same on all ranks."""
 
     train: Images
@@ -87,7 +87,9 @@ class Source:
         return {"size": self.train.size, "channels": self.train.channels, "conditions": conditions}
 
 
-def open_source(config: DataConfig, *, condition: Condition, ranks: Ranks, beat: Callable[[], None] | None = None) -> Source:
+def build_datasets(
+    config: DataConfig, *, condition: Condition, ranks: Ranks, beat: Callable[[], None] | None = None
+) -> Datasets:
     """Open the data on all ranks together. What fails on one fails on all.
 
     condition: what the model is told of a picture; it must come with the data. For "text", captions become `vectors` here.
@@ -119,7 +121,7 @@ def open_source(config: DataConfig, *, condition: Condition, ranks: Ranks, beat:
             f"open_source: data.source={config.source}: ranks {others} have other pictures or conditions than rank 0: "
             "are the files, Pillow and the packages of data the same on all hosts?"
         )
-    return Source(train, test, found.notes, fingerprint)
+    return Datasets(train, test, found.notes, fingerprint)
 
 
 def _read(config: DataConfig, ranks: Ranks, beat: Callable[[], None] | None) -> Found:
