@@ -34,8 +34,8 @@ from unisono_models.gan.model.generator import Generator
 from unisono_models.gan.model.sampling import generate, generate_for_evaluation, interpolate, show_classes, show_some
 from unisono_models.gan.report import find_nearest, save_sample_grid, write_run_report
 from unisono_models.training.config import RunConfig
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.run_directory import RunDirectory, open_run
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.run.run_directory import RunDirectory, open_run
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 CLASSES = ("cat", "dog", "owl")

@@ -14,7 +14,7 @@ from unisono.embedding.vocabulary.hash_table import mix
 from unisono_models.recommender.data.batch import Batch, Ids
 from unisono_models.recommender.data.blocks import BlockOrder, Blocks, empty_batch, share
 from unisono_models.recommender.features import Feature
-from unisono_models.training.randomness import generator
+from unisono_models.training.randomness import make_generator
 
 RowsOf = Literal["hashed", "mapped"]
 
@@ -134,7 +134,7 @@ def hold_out(blocks: Blocks, part: float, seed: int) -> tuple[Tensor, Tensor, Te
     if blocks.groups is not None:
         groups, of_block = blocks.groups[filled].unique(return_inverse=True)
         unit = of_block if part * len(groups) >= 1 else unit
-    place = torch.randperm(int(unit.max()) + 1 if len(unit) else 0, generator=generator(seed, "hold out"))[unit]
+    place = torch.randperm(int(unit.max()) + 1 if len(unit) else 0, generator=make_generator(seed, "hold out"))[unit]
     ends = torch.zeros(len(place.unique()), dtype=torch.int64).index_add_(0, place, blocks.sizes[filled]).cumsum(0)
     rows = int(ends[-1]) if len(ends) else 0
     target = max(1, round(part * rows))
