@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from unisono_models.emoji import drawings as drawings_module
-from unisono_models.emoji.concepts import list_emoji
-from unisono_models.emoji.groups import GROUPS
+from unisono_models.datasets.emoji import images as drawings_module
+from unisono_models.datasets.emoji.concepts import list_emoji
+from unisono_models.datasets.emoji.groups import GROUPS
 from unisono_models.gan.config import Condition, DataConfig
 from unisono_models.gan.data import dataset as source_module
 from unisono_models.gan.data import emoji as emoji_module
@@ -28,7 +28,7 @@ from unisono_models.gan.data.emoji import read_emoji
 from unisono_models.gan.data.folder import list_folder, read_captions
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.data.mnist import mnist_file, read_idx, read_idx_folder, read_mnist, scale_grey, set_channels
-from unisono_models.training.ranks import Ranks, start_ranks
+from unisono_models.training.distributed.launch import Ranks, start_ranks
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 

@@ -21,7 +21,7 @@ from unisono_models.gan.feature_extractor import (
     train_judge,
     write_judge,
 )
-from unisono_models.training.ranks import Ranks, start_ranks
+from unisono_models.training.distributed.launch import Ranks, start_ranks
 
 
 def squares(rows: int, *, labelled: bool = True, size: int = 16, channels: int = 1) -> Images:

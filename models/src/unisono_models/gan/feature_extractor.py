@@ -18,13 +18,13 @@ from unisono.collectives import broadcast
 from unisono_models.gan.config import EvaluationConfig
 from unisono_models.gan.data.dataset import Datasets
 from unisono_models.gan.data.images import Images
-from unisono_models.training.disk import replace_file
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.order import SampleOrder
-from unisono_models.training.randomness import generator, uniform
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.schedule import part_of_rate
-from unisono_models.training.talk import tell, together
+from unisono_models.training.checkpoint.atomic_file import atomic_write
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import broadcast_object, raise_together
+from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.randomness import make_generator, uniform
+from unisono_models.training.sampler import StepSampler
+from unisono_models.training.schedule import learning_rate_factor
 
 FEATURES = 64
 _TURNS = 4
@@ -79,7 +79,7 @@ class Judge(nn.Module):
             if name.endswith("bias"):
                 parameter.zero_()
             else:
-                drawn = torch.randn(parameter.shape, generator=generator(seed, "judge", name), dtype=torch.float64)
+                drawn = torch.randn(parameter.shape, generator=make_generator(seed, "judge", name), dtype=torch.float64)
                 parameter.copy_(drawn * math.sqrt(2 / parameter[0].numel()))
 
 
@@ -90,7 +90,7 @@ _SHIFT = 1 / 16  # of the side, at most
 _TILE = 500  # test pictures at a time
 
 
-def train_judge(judge: Judge, source: Datasets, config: EvaluationConfig, heartbeat: Heartbeat | None = None) -> float:
+def train_judge(judge: Judge, source: Datasets, config: EvaluationConfig, heartbeat: Watchdog | None = None) -> float:
     """Draw the judge's weights and train them on source.train; returns its accuracy on source.test, NaN if that is empty.
 
     By one process alone, and not by shares: a thousand steps make another judge of another rounding, and figures are to be the
@@ -100,7 +100,7 @@ def train_judge(judge: Judge, source: Datasets, config: EvaluationConfig, heartb
     """
     judge.start(SEED)
     weight = next(judge.parameters())
-    order = SampleOrder(len(source.train), config.judge_batch, SEED)
+    order = StepSampler(len(source.train), config.judge_batch, SEED)
     optimizer = Adam(judge.parameters(), lr=_RATE)
     for step in range(config.judge_steps):
         places = order.at(step)
@@ -109,7 +109,7 @@ def train_judge(judge: Judge, source: Datasets, config: EvaluationConfig, heartb
         logits = judge(_shift(pictures, uniform(SEED, "shift", step, places.to(weight.device), (2,))))
         F.cross_entropy(logits, targets).backward()
         for group in optimizer.param_groups:
-            group["lr"] = _RATE * part_of_rate(step, config.judge_steps, warmup=_WARMUP)
+            group["lr"] = _RATE * learning_rate_factor(step, config.judge_steps, warmup=_WARMUP)
         optimizer.step()
         optimizer.zero_grad()
         if heartbeat is not None:
@@ -156,7 +156,7 @@ def _shift(pictures: Tensor, parts: Tensor) -> Tensor:
 
 
 def load_or_train_feature_extractor(
-    path: Path, source: Datasets, config: EvaluationConfig, ranks: Ranks, heartbeat: Heartbeat | None = None
+    path: Path, source: Datasets, config: EvaluationConfig, ranks: Ranks, heartbeat: Watchdog | None = None
 ) -> Judge:
     """The judge of a run: the one in the file `path`, or if there is none a newly trained one, which is kept there.
 
@@ -169,19 +169,19 @@ def load_or_train_feature_extractor(
     Example:
         judge = ready_judge(run.path / "judge.safetensors", source, config.evaluation, ranks, heartbeat)
     """
-    if tell(path.exists()):
-        with together("ready_judge"):
+    if broadcast_object(path.exists()):
+        with raise_together("ready_judge"):
             judge = read_judge(path, fingerprint=source.fingerprint)
             _check_fit(judge, path, source)
         return judge.to(ranks.device)
     judge = _blank(source.train.channels, source.train.size, classes_of(source)).to(ranks.device)
-    with together("ready_judge"):
+    with raise_together("ready_judge"):
         accuracy = train_judge(judge, source, config, heartbeat)
     with torch.no_grad():
         for weight in judge.parameters():
             weight.copy_(broadcast(weight))
-    judge.accuracy = tell(accuracy)
-    with together("ready_judge"):
+    judge.accuracy = broadcast_object(accuracy)
+    with raise_together("ready_judge"):
         if ranks.first:
             write_judge(path, judge, fingerprint=source.fingerprint)
     return judge
@@ -196,7 +196,7 @@ def write_judge(path: Path, judge: Judge, *, fingerprint: str = "") -> None:
     """Keep a judge as safetensors. `fingerprint`: of the pictures it was trained on. One rank calls."""
     about = {name: getattr(judge, name) for name in ("channels", "size", "classes", "accuracy")} | {"pictures": fingerprint}
     weights = {name: weight.detach().cpu().contiguous() for name, weight in judge.state_dict().items()}
-    replace_file(path, save(weights, {"judge": json.dumps(about)}))
+    atomic_write(path, save(weights, {"judge": json.dumps(about)}))
 
 
 def read_judge(path: Path, *, fingerprint: str | None = None) -> Judge:

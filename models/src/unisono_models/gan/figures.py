@@ -145,7 +145,7 @@ def write_animation(frames: Mapping[int, Path], path: Path, *, most_bytes: int =
         if len(content) <= most_bytes or len(steps) <= 2:
             break
         steps = choose_evenly(steps, max(2, len(steps) // 2))
-    replace_file(path, content)
+    atomic_write(path, content)
 
 
 def choose_evenly(steps: list[int], most: int) -> list[int]:

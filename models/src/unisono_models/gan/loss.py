@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu, softplus
 
 from unisono.collectives import Group, all_gather, all_reduce, exchange_sizes
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono.contrastive import clip_loss
 from unisono_models.gan.config import LossConfig, ModelConfig
 from unisono_models.gan.data.loader import Batch
@@ -128,7 +128,7 @@ def mismatched(
     if sizes is None:
         sizes = exchange_sizes(condition, group=group)
     everyone = all_gather(condition, sizes=sizes, group=group)
-    first = sum(sizes[: resolve(group).rank])
+    first = sum(sizes[: resolve_group(group).rank])
     places = (torch.arange(len(condition), device=condition.device) + first + shift) % max(1, len(everyone))
     found = everyone[places]
     differs = found != condition

@@ -19,11 +19,10 @@ from unisono_models.gan.figures import draw_grid, find_frames, frame_path, save_
 from unisono_models.gan.model.export import write_export
 from unisono_models.gan.model.generator import Generator
 from unisono_models.gan.model.sampling import COLUMNS, find_real, make_paths, make_rows, show_some
-from unisono_models.training.html_parts import number
-from unisono_models.training.plots import readable
-from unisono_models.training.report import Picture, write_report
-from unisono_models.training.run_directory import RunDirectory
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.object_collectives import raise_together
+from unisono_models.training.run.plots import readable_name
+from unisono_models.training.run.report import ReportImage, format_number, write_report
+from unisono_models.training.run.run_directory import RunDirectory
 
 _TILE = 1000  # pictures at a time
 
@@ -67,7 +66,7 @@ def save_sample_grid(run: RunDirectory, average: Generator, source: Datasets, *,
 
     Every rank calls this; rank 0 writes samples/step-00000100.png. A disk that is full does not end the run for it.
     """
-    with together("write_frame"):
+    with raise_together("write_frame"):
         if run.first:
             shown = show_some(source.train, kind=average.config.condition, seed=seed)
             sheet = draw_grid(make_rows(average, shown, seed=seed), columns=COLUMNS, row_names=shown.names)
@@ -83,8 +82,8 @@ def write_run_report(
     """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
     real = evaluator.real()
     rows = figure_rows(figures, real)
-    pictures: list[Picture] = []
-    with together("conclude"):
+    pictures: list[ReportImage] = []
+    with raise_together("conclude"):
         if run.first:
             write_export(run.export, average, data=config.data, images=source.train)
             pictures = draw_pictures(run, average, source, evaluator, seed=config.run.seed)
@@ -104,13 +103,15 @@ def write_run_report(
     run.finish({**figures, **real})  # last: from here on, whatever happens, it is not run again
 
 
-def draw_pictures(run: RunDirectory, average: Generator, source: Datasets, evaluator: Evaluator, *, seed: int) -> list[Picture]:
+def draw_pictures(
+    run: RunDirectory, average: Generator, source: Datasets, evaluator: Evaluator, *, seed: int
+) -> list[ReportImage]:
     """The pictures of the report, in samples/. One rank calls."""
     kind, found = average.config.condition, []
 
     def keep(name: str, caption: str, sheet: Tensor, names: Sequence[str] = ()) -> None:
         save_picture(draw_grid(sheet, columns=COLUMNS, row_names=names), run.samples / name)
-        found.append(Picture(run.samples / name, caption))
+        found.append(ReportImage(run.samples / name, caption))
 
     shown = show_some(source.train, kind=kind, seed=seed)
     made = make_rows(average, shown, seed=seed)
@@ -119,7 +120,7 @@ def draw_pictures(run: RunDirectory, average: Generator, source: Datasets, evalu
     if len(frames := find_frames(run.samples)) > 1:
         path = run.samples / "training.webp"
         write_animation(frames, path)
-        found.append(Picture(path, "The same noise as the generator learns"))
+        found.append(ReportImage(path, "The same noise as the generator learns"))
     places, names = find_real(source.test, shown, kind=kind)
     real = source.test.floats(places, dtype=made.dtype)
     if len(real):
@@ -148,7 +149,8 @@ def draw_nearest(made: Tensor, real: Tensor, train: Images, judge: Judge) -> tup
 def figure_rows(figures: Mapping[str, float], real: Mapping[str, float]) -> list[dict[str, Any]]:
     """A row for each figure: what generated pictures score, and what real ones do, by "real/frechet_distance" and so on."""
     return [
-        {"figure": readable(name), "generated": value, "real": real.get(f"real/{name}", "")} for name, value in figures.items()
+        {"figure": readable_name(name), "generated": value, "real": real.get(f"real/{name}", "")}
+        for name, value in figures.items()
     ]
 
 
@@ -184,7 +186,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
     for name in rows[0] if rows else ():
         table.add_column(name, justify="left" if name == "figure" else "right")
     for row in rows:
-        table.add_row(*(number(cell) for cell in row.values()))
+        table.add_row(*(format_number(cell) for cell in row.values()))
     Console(width=None if Console().is_terminal else 110).print(table)
 
 

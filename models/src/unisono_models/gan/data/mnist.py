@@ -14,8 +14,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from unisono_models.datasets.package_files import package_folder
 from unisono_models.gan.data.images import Found, Images
-from unisono_models.training.package_files import package_folder
 
 DIGITS = 28  # pixels a side of MNIST and all that is made like it
 _PADDED = 32
