@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.without_curves import without_curves
-from unisono_models.recommender import evaluate, recommend
-from unisono_models.recommender.evaluate import evaluate_run
+from unisono_models.recommender.commands import evaluate, recommend
+from unisono_models.recommender.commands.evaluate import evaluate_run
 from unisono_models.recommender.export import read_export
 from unisono_models.recommender.train import main
 from unisono_models.training.ranks import Ranks

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.contrastive import clip_loss
 from unisono_models.recommender.config import ModelConfig
 from unisono_models.recommender.data.batch import Batch, Ids
-from unisono_models.recommender.heads.perceptron import perceptron
-from unisono_models.recommender.tables import Tables
+from unisono_models.recommender.model.heads import make_mlp
+from unisono_models.recommender.model.tables import EmbeddingTables
 
 
 class TwoTower(nn.Module):
@@ -21,14 +20,14 @@ class TwoTower(nn.Module):
     forward: a Batch to (rows, dim) of users and as much of items. All features are looked up together.
     """
 
-    def __init__(self, config: ModelConfig, tables: Tables) -> None:
+    def __init__(self, config: ModelConfig, tables: EmbeddingTables) -> None:
         super().__init__()
         self.config, self.tables = config, tables
         for side, names in (("users", config.users), ("items", config.items)):
             if not names or (unknown := set(names) - {feature.name for feature in tables.features}):
                 raise ValueError(f"model.{side}: {sorted(unknown) if names else 'none'}: not among the features of ids")
         self.user, self.item = (
-            perceptron(config.dim, config.hidden, dropout=config.dropout, input_dropout=config.input_dropout, out=config.dim)
+            make_mlp(config.dim, config.hidden, dropout=config.dropout, input_dropout=config.input_dropout, out=config.dim)
             if config.hidden
             else nn.Identity()
             for _ in range(2)
@@ -54,18 +53,3 @@ class TwoTower(nn.Module):
         vectors = torch.stack([found[name] for name in names]).sum(0)
         vectors = tower(self.dropout(vectors))
         return F.normalize(vectors, dim=1) if self.config.cosine else vectors
-
-
-def retrieval_loss(users: Tensor, items: Tensor, log_q: Tensor, *, temperature: float, ids: Tensor) -> Tensor:
-    """Softmax over the items of the global batch, each user against all of them: the same value on every rank.
-
-    log_q: (rows,) the logarithm of how often each of the items comes, which is taken off its logit, for in-batch negatives
-    are drawn by popularity (Yi et al. 2019). ids: of the items; the same item in another row is no negative.
-
-    Backward: gradients for users and items, right once they are averaged over ranks. All ranks must run it.
-    """
-    scale = 1 / temperature
-    # One column more does it: its products are 1 * -log_q / scale, and the loss scales them back.
-    one = users.new_ones(len(users), 1)
-    x, y = torch.cat([users, one], 1), torch.cat([items, -log_q[:, None].to(items) / scale], 1)
-    return clip_loss(x, y, scale, ids=ids, same_id="masked", direction="x_to_y")

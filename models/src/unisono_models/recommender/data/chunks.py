@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from unisono.embedding import Ragged
-from unisono_models.recommender.data.batch import Batch
-from unisono_models.recommender.features import Feature
+from unisono.embedding.vocabulary.hash_table import mix
+from unisono_models.recommender.data.batch import Batch, Ids, empty_batch
+from unisono_models.recommender.data.features import Feature
 from unisono_models.training.randomness import generator
-from unisono_models.training.skipped import Skip
 
 
-class Blocks(Protocol):
+class Chunks(Protocol):
     """Rows in blocks, each of which can be read without those before it."""
 
     @property
@@ -34,7 +35,7 @@ class Blocks(Protocol):
         """
 
 
-class BlockOrder:
+class ChunkOrder:
     """Epochs of all rows, block after block in random order, cut into batches. The last batch of an epoch is shorter.
 
     The rows of a step depend on (sizes, batch, seed) and the step alone; ranks take shares of them. Rows within a block stay
@@ -128,19 +129,101 @@ def share(rows: int, rank: int, size: int) -> tuple[int, int]:
     return start, start + each + (rank < more)
 
 
-def empty_batch(features: Sequence[Feature], *, skipped: Sequence[Skip] = ()) -> Batch:
-    """No rows, of these features.
+IdEncoding = Literal["hashed", "mapped"]
+
+
+class StreamingDataset:
+    """Rows of some blocks: in random order, a batch for each step, to train; in their own order, to evaluate.
+
+    chosen: int64, which of the blocks, in any order; None: all.
+    features: those that the blocks were opened with.
+    ids: "hashed": an id becomes a row of the feature's table, 1 + its hash modulo (rows - 1), a blank row 0; ids may share one.
+    "mapped": ids stay as the files have them, for an IdMap.
+    batch: rows of a step, over all ranks. seed: what the order of each epoch is drawn from.
+
+    To resume, ask for the step that comes next: there is no other state, and the number of ranks may change.
 
     Example:
-        >>> empty_batch([Feature("I1", "number"), Feature("C1")]).numbers.shape
-        torch.Size([0, 1])
+        blocks = CriteoBlocks(paths, features, index=index_lines(paths))
+        train, valid, test = hold_out(blocks, 0.01, seed=0)
+        stream = Stream(blocks, train, features=features, ids="hashed", batch=4096, seed=0)
+        stream.batch(17, rank, size)  ->  this rank's rows of step 17
     """
-    none = torch.empty(0, dtype=torch.int64)
-    columns = sum(feature.kind == "number" for feature in features)
-    return Batch(
-        {f.name: Ragged.from_lengths(none, none) if f.kind == "ids" else none for f in features if f.kind != "number"},
-        numbers=torch.empty(0, columns),
-        labels=torch.empty(0),
-        index=none,
-        skipped=tuple(skipped),
-    )
+
+    def __init__(
+        self,
+        blocks: Chunks,
+        chosen: Tensor | None = None,
+        *,
+        features: Sequence[Feature],
+        ids: IdEncoding,
+        batch: int,
+        seed: int,
+    ) -> None:
+        if ids not in ("hashed", "mapped"):
+            raise ValueError(f"Stream: ids={ids!r} must be 'hashed' or 'mapped'")
+        if ids == "hashed" and (open_ended := [f.name for f in features if f.kind != "number" and f.rows < 2]):
+            raise ValueError(
+                f"Stream: features: {', '.join(open_ended)}: ids='hashed' needs the number of rows, as NAME:KIND:ROWS"
+            )
+        sizes = blocks.sizes
+        chosen = torch.arange(len(sizes)) if chosen is None else chosen.sort().values
+        if len(chosen) and (chosen[0] < 0 or chosen[-1] >= len(sizes) or (chosen.diff() == 0).any()):
+            raise ValueError(
+                f"Stream: chosen: expected different numbers from 0 to {len(sizes) - 1}, got {chosen.tolist()[:20]}"
+            )
+        self._blocks, self._chosen = blocks, chosen
+        self._features, self._ids = tuple(features), ids
+        self.rows = int(sizes[chosen].sum())
+        """Of all ranks, bad ones included."""
+        groups = None if blocks.groups is None else blocks.groups[chosen]
+        self._shuffled = ChunkOrder(sizes[chosen], batch=batch, seed=seed, groups=groups)
+        self._in_order = ChunkOrder(sizes[chosen], batch=batch, seed=seed, shuffle=False)
+
+    def size_of(self, step: int) -> int:
+        """The number of rows of `step`, over all ranks, bad ones included."""
+        return self._shuffled.size_of(step)
+
+    def batch(self, step: int, rank: int, size: int) -> Batch:
+        """The rows of `step` that belong to `rank` of `size`; perhaps none.
+
+        Raises: ValueError if the stream has no rows at all.
+        """
+        return self._read(self._shuffled.parts(step, rank, size))
+
+    def scan(self, rank: int, size: int, rows: int = 8192) -> Iterator[Batch]:
+        """All rows of `rank` of `size`, in order: one contiguous share of them, `rows` at a time.
+
+        On every rank there are as many batches, at least one, the last ones perhaps empty: models communicate in each.
+        """
+        if rows < 1:
+            raise ValueError(f"Stream.scan: rows={rows} must be at least 1")
+        first, last = share(self.rows, rank, size)
+        longest = share(self.rows, 0, size)[1]
+        for place in range(first, first + max(longest, 1), rows):
+            yield self._read(self._in_order.cut(place, min(place + rows, last), epoch=0))
+
+    def _read(self, parts: Sequence[tuple[int, int, int]]) -> Batch:
+        if not parts:
+            return empty_batch(self._features)
+        batch = Batch.join([self._blocks.read(int(self._chosen[block]), start, stop) for block, start, stop in parts])
+        if self._ids == "mapped":
+            return batch
+        rows = {feature.name: feature.rows for feature in self._features if feature.kind != "number"}
+        return replace(batch, ids={name: hash_ids(ids, rows=rows[name]) for name, ids in batch.ids.items()})
+
+
+def hash_ids(ids: Ids, *, rows: int) -> Ids:
+    """A row of a table for each id, 1 to rows - 1, the same everywhere; of -1, which stands for a blank, row 0.
+
+    Example:
+        >>> hash_ids(torch.tensor([17, 18, -1]), rows=1000)
+        tensor([615, 497,   0])
+    """
+    if isinstance(ids, Ragged):
+        return ids._replace(values=_hash(ids.values, rows))
+    return _hash(ids, rows)
+
+
+def _hash(ids: Tensor, rows: int) -> Tensor:
+    return torch.where(ids == -1, 0, 1 + mix(ids) % (rows - 1))

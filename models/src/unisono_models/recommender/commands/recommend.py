@@ -1,4 +1,4 @@
-"""What a user might like: python -m unisono_models.recommender.recommend RUN_DIR --user 1m_10 --top 10"""
+"""What a user might like: python -m unisono_models.recommender.commands.recommend RUN_DIR --user 1m_10 --top 10"""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ import tyro
 from torch import Tensor
 
 from unisono_models.recommender.config import Config
-from unisono_models.recommender.data.ratings import Ratings
-from unisono_models.recommender.data.vocabulary import UNKNOWN
-from unisono_models.recommender.export import FILES, Exported, exported_data, read_export
-from unisono_models.recommender.source import open_source
-from unisono_models.recommender.titles import read_titles
-from unisono_models.recommender.two_tower import TwoTower
+from unisono_models.recommender.data.dataset import build_datasets
+from unisono_models.recommender.data.ratings import UNKNOWN, Ratings, read_titles
+from unisono_models.recommender.export import FILES, ExportedModel, exported_data, read_export
+from unisono_models.recommender.model.two_tower import TwoTower
 from unisono_models.training import finished_run
 from unisono_models.training.finished_run import RunError
 from unisono_models.training.ranks import Ranks
@@ -48,7 +46,7 @@ class Recommendation:
 
 
 @torch.no_grad()
-def score_items(exported: Exported, ratings: Ratings, user: int, items: Tensor) -> Tensor:
+def score_items(exported: ExportedModel, ratings: Ratings, user: int, items: Tensor) -> Tensor:
     """Of one user with these items: the probability of a click, or the product of two towers' vectors."""
     model = exported.model
     batch = ratings.join(torch.full_like(items, user), items)
@@ -59,7 +57,9 @@ def score_items(exported: Exported, ratings: Ratings, user: int, items: Tensor) 
     return torch.sigmoid(model(batch))
 
 
-def recommend(exported: Exported, ratings: Ratings, user: str, *, top: int, titles: dict[str, str]) -> list[Recommendation]:
+def recommend(
+    exported: ExportedModel, ratings: Ratings, user: str, *, top: int, titles: dict[str, str]
+) -> list[Recommendation]:
     """The `top` items, best first, that `user` has no interaction with in all of the data.
 
     Raises: RunError if the data does not know the user.
@@ -93,7 +93,7 @@ def best_liked(ratings: Ratings, user: str, titles: dict[str, str], *, top: int 
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    options = tyro.cli(Options, prog="python -m unisono_models.recommender.recommend", args=args)
+    options = tyro.cli(Options, prog="python -m unisono_models.recommender.commands.recommend", args=args)
     try:
         if options.top < 1:
             raise RunError(f"--top {options.top}: at least 1")
@@ -101,7 +101,7 @@ def main(args: Sequence[str] | None = None) -> None:
         exported = read_export(folder)
         everything = replace(exported_data(folder), keep="(-inf,inf)")  # what training left out is seen all the same
         alone = Ranks(0, 1, 0, torch.device("cpu"))
-        source = open_source(everything, seed=config.run.seed, ranks=alone, vocabularies=exported.vocabularies)
+        source = build_datasets(everything, seed=config.run.seed, ranks=alone, vocabularies=exported.vocabularies)
         if source.ratings is None:
             raise RunError(f"{options.run}: its data has no users and items to recommend: it was trained on rows of clicks")
         titles = read_titles(config.data)

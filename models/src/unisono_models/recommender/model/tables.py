@@ -12,12 +12,12 @@ from unisono.embedding import SGD, Adagrad, Adam, EmbeddingCollection, IdMap, Ra
 from unisono.embedding.optimizers import Rule
 from unisono_models.recommender.config import DataConfig, TablesConfig
 from unisono_models.recommender.data.batch import Ids
-from unisono_models.recommender.features import Feature
+from unisono_models.recommender.data.features import Feature
 
 WIRE = {"full": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Tables(nn.Module):
+class EmbeddingTables(nn.Module):
     """One table for each feature of ids, in one collection: all features of a batch travel together.
 
     forward: a dict from feature to (rows, width). With `data.ids` mapped, ids get rows as they turn up: see IdMap.

@@ -7,11 +7,18 @@ from torch import Tensor, nn
 
 from unisono_models.recommender.config import ModelConfig
 from unisono_models.recommender.data.batch import Batch, Ids
-from unisono_models.recommender.features import Feature
-from unisono_models.recommender.heads.deep import DeepCross, DeepFM, Dlrm
-from unisono_models.recommender.heads.inputs import Head, Inputs, Shape
-from unisono_models.recommender.heads.machines import FactorizationMachine, LogisticRegression
-from unisono_models.recommender.tables import Tables
+from unisono_models.recommender.data.features import Feature
+from unisono_models.recommender.model.heads import (
+    DeepCross,
+    DeepFM,
+    Dlrm,
+    FactorizationMachine,
+    Head,
+    HeadInputs,
+    HeadShape,
+    LogisticRegression,
+)
+from unisono_models.recommender.model.tables import EmbeddingTables
 
 HEADS: dict[str, type[Head]] = {
     "lr": LogisticRegression,
@@ -34,7 +41,7 @@ class ClickModel(nn.Module):
     Numbers are fields, too, of most heads: their values times learned vectors.
     """
 
-    def __init__(self, config: ModelConfig, features: tuple[Feature, ...], tables: Tables) -> None:
+    def __init__(self, config: ModelConfig, features: tuple[Feature, ...], tables: EmbeddingTables) -> None:
         super().__init__()
         self.config, self.features, self.tables = config, features, tables
         numbers = sum(feature.kind == "number" for feature in features)
@@ -43,7 +50,7 @@ class ClickModel(nn.Module):
         if numbers and head.number_fields:
             self.numbers = nn.Parameter(torch.randn(numbers, table_width(config)) * config.init)
         fields = len(features) if head.number_fields else len(features) - numbers
-        self.head = head(Shape(fields, config.dim, numbers, config))
+        self.head = head(HeadShape(fields, config.dim, numbers, config))
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(self, batch: Batch, *, frozen_tables: bool = False) -> Tensor:
@@ -62,7 +69,7 @@ class ClickModel(nn.Module):
         linear = HEADS[self.config.kind].linear
         vectors = fields[..., 1:] if linear else fields
         weights = fields[..., 0] if linear else fields.new_zeros(fields.shape[:2])
-        logits: Tensor = self.head(Inputs(self.dropout(vectors), weights, numbers))
+        logits: Tensor = self.head(HeadInputs(self.dropout(vectors), weights, numbers))
         return logits
 
     def look_ups(self, batch: Batch) -> dict[str, Ids]:

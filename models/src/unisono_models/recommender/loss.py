@@ -11,17 +11,18 @@ from torch import Tensor, nn
 
 from unisono.collectives import global_mean
 from unisono.collectives.groups import resolve
+from unisono.contrastive import clip_loss
 from unisono.embedding import exclude_from_ddp, sharded_parameters
-from unisono_models.recommender.click_model import ClickModel, table_width
 from unisono_models.recommender.config import Config
 from unisono_models.recommender.data.batch import Batch
-from unisono_models.recommender.source import Source
-from unisono_models.recommender.tables import Tables
-from unisono_models.recommender.two_tower import TwoTower, retrieval_loss
+from unisono_models.recommender.data.dataset import Datasets
+from unisono_models.recommender.model.click_model import ClickModel, table_width
+from unisono_models.recommender.model.tables import EmbeddingTables
+from unisono_models.recommender.model.two_tower import TwoTower
 from unisono_models.training.dropout import dropout_for, dropout_rows, own_dropout
 
 
-class Learner(nn.Module):
+class TrainingModule(nn.Module):
     """A model and its loss: cross entropy of clicks, or softmax over the items of the global batch.
 
     l2: of a ClickModel: half of it times the squares of a row's embeddings is added to the row's loss.
@@ -60,7 +61,7 @@ class Learner(nn.Module):
         self.tables.prefetch(self.model.look_ups(batch))
 
     @property
-    def tables(self) -> Tables:
+    def tables(self) -> EmbeddingTables:
         return self.model.tables
 
     def dense_parameters(self) -> Iterator[nn.Parameter]:
@@ -69,14 +70,14 @@ class Learner(nn.Module):
         yield from (parameter for parameter in self.parameters() if id(parameter) not in tables)
 
 
-def make_learner(config: Config, source: Source, *, dtype: torch.dtype, device: torch.device) -> Learner:
+def build_training_module(config: Config, source: Datasets, *, dtype: torch.dtype, device: torch.device) -> TrainingModule:
     """The model that the config describes, with its first weights: the same on every rank. All ranks call."""
     kind, sample, ranks = config.model.kind, source.sample, resolve(None).size
     features = tuple(feature for feature in source.features if feature.kind != "number")
     if kind == "two_tower":
         wanted = (*config.model.users, *config.model.items)
         features = tuple(feature for feature in features if feature.name in wanted)
-    tables = Tables(
+    tables = EmbeddingTables(
         features,
         width=config.model.dim if kind == "two_tower" else table_width(config.model),
         init=config.model.init,
@@ -90,9 +91,9 @@ def make_learner(config: Config, source: Source, *, dtype: torch.dtype, device: 
     )
     if kind == "two_tower":
         model: ClickModel | TwoTower = TwoTower(config.model, tables)
-        learner = Learner(model, seed=config.run.seed, log_q=_log_frequencies(source, config).to(device, dtype))
+        learner = TrainingModule(model, seed=config.run.seed, log_q=_log_frequencies(source, config).to(device, dtype))
     else:
-        learner = Learner(ClickModel(config.model, source.features, tables), seed=config.run.seed, l2=config.tables.l2)
+        learner = TrainingModule(ClickModel(config.model, source.features, tables), seed=config.run.seed, l2=config.tables.l2)
     own_dropout(learner)
     exclude_from_ddp(learner)
     return learner.to(device, dtype)
@@ -102,7 +103,7 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _log_frequencies(source: Source, config: Config) -> Tensor:
+def _log_frequencies(source: Datasets, config: Config) -> Tensor:
     """For each row of the item table. An item that never comes is no negative either: any number will do."""
     if source.ratings is None:
         raise ValueError("model.kind=two_tower: needs users and items, so interactions in memory: atomic files")
@@ -112,3 +113,18 @@ def _log_frequencies(source: Source, config: Config) -> Tensor:
     items = ratings.items[source.rows_of(source.train)]
     counts = items.bincount(minlength=len(ratings.vocabularies[ratings.item])).clamp(min=1)
     return (counts / max(len(items), 1)).log()
+
+
+def retrieval_loss(users: Tensor, items: Tensor, log_q: Tensor, *, temperature: float, ids: Tensor) -> Tensor:
+    """Softmax over the items of the global batch, each user against all of them: the same value on every rank.
+
+    log_q: (rows,) the logarithm of how often each of the items comes, which is taken off its logit, for in-batch negatives
+    are drawn by popularity (Yi et al. 2019). ids: of the items; the same item in another row is no negative.
+
+    Backward: gradients for users and items, right once they are averaged over ranks. All ranks must run it.
+    """
+    scale = 1 / temperature
+    # One column more does it: its products are 1 * -log_q / scale, and the loss scales them back.
+    one = users.new_ones(len(users), 1)
+    x, y = torch.cat([users, one], 1), torch.cat([items, -log_q[:, None].to(items) / scale], 1)
+    return clip_loss(x, y, scale, ids=ids, same_id="masked", direction="x_to_y")
