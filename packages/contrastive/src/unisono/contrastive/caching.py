@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from unisono.collectives import Group
-from unisono.collectives.agreement import agree
-from unisono.collectives.checking import user_frame
-from unisono.collectives.groups import Ranks, resolve
+from unisono.collectives.checks import user_frame, validate_across_ranks
+from unisono.collectives.groups import GroupRanks, resolve_group
 
 Encoder: TypeAlias = Callable[[Any], Tensor]
 _FSDP_SYNC = "set_requires_gradient_sync"  # known by this method: importing FSDP takes as long as importing torch
@@ -72,7 +71,7 @@ def cached_backward(
         >>> towers[0].weight.grad.shape
         torch.Size([4, 8])
     """
-    ranks = resolve(group)
+    ranks = resolve_group(group)
     held = _synchronising([*encoders, *modules])
     towers = _towers(encoders, batches, micro_batch, held, ranks)
     with _without_sync(held):
@@ -128,7 +127,11 @@ class _Tower:
 
 
 def _towers(
-    encoders: Sequence[Encoder], batches: Sequence[Any], micro_batch: int | Sequence[int], held: list[nn.Module], ranks: Ranks
+    encoders: Sequence[Encoder],
+    batches: Sequence[Any],
+    micro_batch: int | Sequence[int],
+    held: list[nn.Module],
+    ranks: GroupRanks,
 ) -> list[_Tower]:
     """The same number of micro-batches on all ranks, once none of them has anything to complain of."""
     steps = list(micro_batch) if isinstance(micro_batch, Sequence) else [micro_batch] * len(encoders)
@@ -136,7 +139,7 @@ def _towers(
     lengths = [sorted({len(x) for x in found if x.ndim}) for found in tensors]
     problem = _complaint(len(encoders), lengths, steps, held)
     rows = [] if problem else [length for (length,) in lengths]
-    table = agree(
+    table = validate_across_ranks(
         "cached_backward",
         ranks,
         same=("cached_backward", len(encoders)),

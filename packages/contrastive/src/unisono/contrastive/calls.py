@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_reduce, average_gradient
-from unisono.collectives.checking import checking, describe
-from unisono.collectives.groups import resolve
-from unisono.collectives.sizes import exchange, join_graph, lengths_of, refuse, size_complaint
+from unisono.collectives.checks import checks_enabled, describe
+from unisono.collectives.groups import resolve_group
+from unisono.collectives.sizes import all_gather_metadata, join_graph, metadata_lengths, raise_local_error, sizes_error
 from unisono.contrastive.tiles import statistics_dtype
 
 
@@ -52,13 +52,13 @@ def settle(
     `more`: columns of `y` beyond the partners of `x`. `same`: the options, which must be the same on all ranks. `names`:
     what the caller knows scale and ids as.
     """
-    ranks = resolve(group)
+    ranks = resolve_group(group)
     same += f", a gradient for {names[0]}: {isinstance(scale, Tensor) and scale.requires_grad}"
     problem = problem or _complaint(x, y, ids, weights, more, names[1]) or _scale_complaint(scale, names[0])
-    problem = problem or size_complaint("sizes", sizes, ranks)
+    problem = problem or sizes_error("sizes", sizes, ranks)
     if not problem and sizes is not None and sizes[ranks.rank] != x.shape[0]:
         problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} rows, but x has shape {tuple(x.shape)}"
-    if not problem and checking():
+    if not problem and checks_enabled():
         problem = _value_complaint({"x": x, "y": y, "weights": weights})
         same += f", scale={float(scale.detach() if isinstance(scale, Tensor) else scale)!r}"
     if problem:
@@ -68,15 +68,15 @@ def settle(
         x, y, ids = x.to(dtype), y.to(dtype), None if ids is None else ids.to(torch.int64)
         columns = y if more is None else torch.cat([y, more.to(dtype).detach()])
     if torch.compiler.is_compiling():
-        refuse(function, problem, ranks)
+        raise_local_error(function, problem, ranks)
         lengths = None if sizes is None or more is not None else tuple(sizes)
         return Call(x, columns, ids, lengths, more is None)
-    if sizes is None or more is not None or checking():
+    if sizes is None or more is not None or checks_enabled():
         wants = not problem and x.requires_grad and torch.is_grad_enabled()
-        table = exchange(function, columns, 0, ranks, extra=[int(wants)], same=same, problem=problem)
+        table = all_gather_metadata(function, columns, 0, ranks, extra=[int(wants)], same=same, problem=problem)
         x = join_graph(x, [[0, wanted] for _, _, wanted in table])
-        return Call(x, join_graph(columns, table), ids, lengths_of(table), more is None)
-    refuse(function, problem, ranks)
+        return Call(x, join_graph(columns, table), ids, metadata_lengths(table), more is None)
+    raise_local_error(function, problem, ranks)
     return Call(x, columns, ids, tuple(sizes), more is None)
 
 
@@ -89,7 +89,7 @@ def shared(value: Tensor | float, group: Group) -> Tensor:
 
 
 def options_complaint(
-    exchange: object = "auto",
+    all_gather_metadata: object = "auto",
     grad_reduce: object = "mean",
     tile: object = None,
     logits: object = "auto",
@@ -97,7 +97,7 @@ def options_complaint(
 ) -> str:
     """What is wrong with the options that losses share, or with others given as name=(value, its choices)."""
     all_choices: dict[str, tuple[object, tuple[str, ...]]] = {
-        "exchange": (exchange, ("auto", "gather", "ring")),
+        "exchange": (all_gather_metadata, ("auto", "gather", "ring")),
         "grad_reduce": (grad_reduce, ("mean", "sum")),
         "logits": (logits, ("auto", "keep", "recompute")),
         **choices,
@@ -151,7 +151,7 @@ def _scale_complaint(scale: object, name: str) -> str:
     """Read it where that costs nothing: on a GPU the host would have to wait."""
     if problem := number_complaint(scale, name):
         return problem
-    if isinstance(scale, Tensor) and (torch.compiler.is_compiling() or (scale.device.type != "cpu" and not checking())):
+    if isinstance(scale, Tensor) and (torch.compiler.is_compiling() or (scale.device.type != "cpu" and not checks_enabled())):
         return ""
     value = float(scale.detach() if isinstance(scale, Tensor) else scale)  # type: ignore[arg-type]
     hint = " (a temperature t is a scale of 1 / t)" if name == "scale" else ""

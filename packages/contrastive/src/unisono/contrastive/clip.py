@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from unisono.collectives import Group, all_reduce, global_mean
-from unisono.collectives.checking import describe
+from unisono.collectives.checks import describe
 from unisono.contrastive.blocks import Exchange
 from unisono.contrastive.calls import is_integral, options_complaint, settle, shared
 from unisono.contrastive.statistics import pair_statistics

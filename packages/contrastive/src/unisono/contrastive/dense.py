@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_gather, all_to_all_single
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono.contrastive.pairs import select
 from unisono.contrastive.tiles import Span, exclude, statistics_dtype, without_autocast
 from unisono.contrastive.walk import Pairs
@@ -22,7 +22,7 @@ def all_logits(
     wide = statistics_dtype(x.device)
     logits = scale.to(wide) * (x.to(wide) @ all_gather(y.to(wide), sizes=sizes, group=group).T)
     takes_part = torch.ones_like(logits, dtype=torch.bool)
-    start = sum(sizes[: resolve(group).rank])
+    start = sum(sizes[: resolve_group(group).rank])
     rows, columns = Span(0, x.shape[0]), Span(0, sum(sizes))
     exclude(takes_part, rows, columns, Span(start, start + y.shape[0]), left_out, False)
     return logits, takes_part
@@ -38,7 +38,7 @@ def statistics(
     if keys is not None:
         same = (keys[0].unsqueeze(1) == all_gather(keys[1], sizes=sizes, group=group)) & takes_part
     by_row, by_column = [], []
-    own = (y.shape[0],) * resolve(group).size
+    own = (y.shape[0],) * resolve_group(group).size
     for entry in plan.entries:
         chosen = select(logits.masked_fill(~takes_part, -torch.inf), entry, same)
         by_row.append(_log_sum_exp(chosen, 1))

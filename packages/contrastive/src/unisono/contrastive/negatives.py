@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group, all_gather, all_to_all_single
-from unisono.collectives.checking import describe
-from unisono.collectives.groups import Ranks, process_group, resolve
-from unisono.collectives.options import one_of
-from unisono.collectives.sizes import balanced, exchange, lengths_of
+from unisono.collectives.checks import describe, validate_choice
+from unisono.collectives.groups import GroupRanks, process_group, resolve_group
+from unisono.collectives.sizes import all_gather_metadata, even_sizes, metadata_lengths
 
 Placement = Literal["sharded", "replicated"]
 
@@ -53,7 +52,7 @@ class NegativeQueue(nn.Module):
         group: Group = None,
     ) -> None:
         super().__init__()
-        one_of("NegativeQueue", "placement", placement, ("sharded", "replicated"))
+        validate_choice("NegativeQueue", "placement", placement, ("sharded", "replicated"))
         for name, value in (("size", size), ("width", width)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"NegativeQueue: {name}={value!r} must be a positive integer")
@@ -70,10 +69,10 @@ class NegativeQueue(nn.Module):
 
         ids: of the keys, if the queue is `with_ids`.
         """
-        ranks = resolve(self.group)
+        ranks = resolve_group(self.group)
         problem = self._complaint(keys, ids) or self._hold(ranks)
         facts = f"{self.extra_repr()}, {self._count} so far"
-        sizes = lengths_of(exchange("NegativeQueue.enqueue", keys, 0, ranks, same=facts, problem=problem))
+        sizes = metadata_lengths(all_gather_metadata("NegativeQueue.enqueue", keys, 0, ranks, same=facts, problem=problem))
         dropped = max(0, sum(sizes) - self.size)  # the first keys of a batch larger than the queue would not stay
         kept = [min(max(end - dropped, 0), rows) for rows, end in zip(sizes, accumulate(sizes), strict=True)]
         slots = (self._count + dropped + torch.arange(sum(kept), device="cpu")) % self.size
@@ -155,11 +154,11 @@ class NegativeQueue(nn.Module):
         homes = {str(x.device) for x in (keys, ids, *self._stored.values()) if isinstance(x, Tensor)}
         return f"keys, ids and the queue are on {sorted(homes)}; move the queue by .to()" if len(homes) > 1 else ""
 
-    def _step(self, ranks: Ranks) -> int:
+    def _step(self, ranks: GroupRanks) -> int:
         """Slots of each rank where they are sharded; the last ranks may have fewer, as in a DTensor."""
         return -(-self.size // ranks.size)
 
-    def _hold(self, ranks: Ranks) -> str:
+    def _hold(self, ranks: GroupRanks) -> str:
         """Have this rank's slots stored, now that the ranks are known; or say what is wrong."""
         slots = range(self.size)
         if self.placement == "sharded":
@@ -175,8 +174,8 @@ class NegativeQueue(nn.Module):
         self._slots = slots
         return ""
 
-    def _settle(self) -> Ranks:
-        ranks = resolve(self.group)
+    def _settle(self) -> GroupRanks:
+        ranks = resolve_group(self.group)
         if problem := self._hold(ranks):
             raise ValueError(f"NegativeQueue: {problem}")
         return ranks
@@ -185,10 +184,10 @@ class NegativeQueue(nn.Module):
         ranks = self._settle()
         filled = self._stored[name][: max(0, len(self) - self._slots.start)]
         if self.placement == "replicated":
-            filled = filled.split_with_sizes(balanced(len(self), ranks.size))[ranks.rank]
+            filled = filled.split_with_sizes(even_sizes(len(self), ranks.size))[ranks.rank]
         return filled.clone()
 
-    def _deliver(self, x: Tensor, slots: Tensor, sizes: Sequence[int], ranks: Ranks) -> Tensor:
+    def _deliver(self, x: Tensor, slots: Tensor, sizes: Sequence[int], ranks: GroupRanks) -> Tensor:
         """The rows of all ranks' `x` that this rank stores, in their order. `slots`: of all rows; `sizes`: each rank's."""
         if self.placement == "replicated":
             return all_gather(x, sizes=sizes, group=self.group)

@@ -15,8 +15,8 @@ from torch._library.effects import EffectType
 from torch.nn.functional import logsigmoid
 
 from unisono.collectives import Group, all_gather
-from unisono.collectives.groups import Ranks, group_of, resolve
-from unisono.collectives.sizes import exchange, lengths_of
+from unisono.collectives.groups import GroupRanks, as_group, resolve_group
+from unisono.collectives.sizes import all_gather_metadata, metadata_lengths
 from unisono.contrastive.blocks import bring, choose
 from unisono.contrastive.dense import all_logits
 from unisono.contrastive.tiles import statistics_dtype, without_autocast
@@ -62,7 +62,7 @@ def sigmoid_sum(
     if torch.compiler.is_compiling():
         needed = torch.is_grad_enabled()
         how = (plan.exchange, plan.tile or 0, sizes or ())
-        traced: Tensor = _op(x, y, scale, bias, weights, ids, masked, needed, *how, *resolve(group))[0]
+        traced: Tensor = _op(x, y, scale, bias, weights, ids, masked, needed, *how, *resolve_group(group))[0]
         return traced
     assert sizes is not None
     total: Tensor = _SigmoidSum.apply(x, y, scale, bias, weights, ids, How(masked, plan, tuple(sizes), group))
@@ -219,11 +219,11 @@ def _op(
     rank: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ranks = Ranks(group, rank, size)
+    ranks = GroupRanks(group, rank, size)
     if not sizes:
-        sizes = lengths_of(exchange("sigmoid_loss", y, 0, ranks, same=f"{masked}, {exchanged}, {tile}"))
+        sizes = metadata_lengths(all_gather_metadata("sigmoid_loss", y, 0, ranks, same=f"{masked}, {exchanged}, {tile}"))
     plan = Pairs(sums=ids is not None, exchange=exchanged, tile=tile or None)  # type: ignore[arg-type]
-    return compute(x, y, scale, bias, weights, ids, How(masked, plan, tuple(sizes), group_of(ranks)), needed)
+    return compute(x, y, scale, bias, weights, ids, How(masked, plan, tuple(sizes), as_group(ranks)), needed)
 
 
 @_op.register_fake

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._library.effects import EffectType
 
 from unisono.collectives import Group
-from unisono.collectives.groups import Ranks, group_of, resolve
-from unisono.collectives.sizes import exchange, lengths_of
+from unisono.collectives.groups import GroupRanks, as_group, resolve_group
+from unisono.collectives.sizes import all_gather_metadata, metadata_lengths
 from unisono.contrastive import dense
 from unisono.contrastive.pairs import Kept, Statistics, backward, forward
 from unisono.contrastive.walk import Entry, Pairs
@@ -30,7 +30,7 @@ def pair_statistics(
     """
     if torch.compiler.is_compiling():
         row_keys, column_keys = keys if keys else (None, None)
-        results = _op(x, y, scale, row_keys, column_keys, _encode(plan), plan.left_out, sizes or (), *resolve(group))
+        results = _op(x, y, scale, row_keys, column_keys, _encode(plan), plan.left_out, sizes or (), *resolve_group(group))
         return Statistics(*results[:3])
     assert sizes is not None
     return Statistics(*_PairStatistics.apply(x, y, scale, keys, plan, tuple(sizes), group))
@@ -84,11 +84,11 @@ def _op(
     rank: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ranks, pairs = Ranks(group, rank, size), _decode(plan, left_out)
+    ranks, pairs = GroupRanks(group, rank, size), _decode(plan, left_out)
     if not sizes:
-        sizes = lengths_of(exchange("pair_statistics", y, 0, ranks, same=plan))
+        sizes = metadata_lengths(all_gather_metadata("pair_statistics", y, 0, ranks, same=plan))
     keys = None if row_keys is None or column_keys is None else (row_keys, column_keys)
-    result, _ = forward(x, y, scale, keys, pairs, sizes, group_of(ranks))
+    result, _ = forward(x, y, scale, keys, pairs, sizes, as_group(ranks))
     return *result, torch.tensor(sizes, device="cpu")
 
 
@@ -122,7 +122,7 @@ def _backward_op(
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys = None if row_keys is None or column_keys is None else (row_keys, column_keys)
-    given, lengths, where = (grads[0], grads[1], grads[2]), sizes.tolist(), group_of(Ranks(group, rank, size))
+    given, lengths, where = (grads[0], grads[1], grads[2]), sizes.tolist(), as_group(GroupRanks(group, rank, size))
     dx, dy, dscale = backward(
         x, y, scale, keys, Statistics(*found), given, Kept([], []), _decode(plan, left_out), lengths, where
     )
@@ -160,13 +160,13 @@ def _encode(plan: Pairs) -> str:
 
 
 def _decode(text: str, left_out: Sequence[int]) -> Pairs:
-    entries, columns, sums, diagonal, exchange, tile = text.split("|")
+    entries, columns, sums, diagonal, all_gather_metadata, tile = text.split("|")
     return Pairs(
         tuple(Entry(float(f), w) for f, w in (entry.split(",") for entry in entries.split(";"))),  # type: ignore[arg-type]
         tuple(left_out),
         columns == "1",
         sums == "1",
         diagonal == "1",
-        exchange,  # type: ignore[arg-type]
+        all_gather_metadata,  # type: ignore[arg-type]
         int(tile) or None,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from unisono.collectives import Group, global_mean
-from unisono.collectives.checking import describe
+from unisono.collectives.checks import describe
 from unisono.contrastive.blocks import Exchange
 from unisono.contrastive.calls import options_complaint, settle, shared
 from unisono.contrastive.clip import GradReduce

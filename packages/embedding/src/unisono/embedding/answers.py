@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unisono.collectives.groups import Ranks
+from unisono.collectives.groups import GroupRanks
 from unisono.embedding.families import Family
 from unisono.embedding.grouping import Groups, group, sum_bags, sum_groups, sum_groups_in_blocks
 from unisono.embedding.messages import Asked
@@ -57,7 +57,7 @@ class Answer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, questions: list[Question], ranks: Ranks, factor: float, sink: Sink, like: Tensor, *parameters: Tensor
+        ctx: Any, questions: list[Question], ranks: GroupRanks, factor: float, sink: Sink, like: Tensor, *parameters: Tensor
     ) -> Tensor:
         ctx.questions, ctx.ranks, ctx.factor, ctx.sink, ctx.parameters = questions, ranks, factor, sink, len(parameters)
         ctx.save_for_backward(*(question.asked.rows for question in questions))
@@ -106,7 +106,7 @@ def _answer(question: Question) -> Tensor:
     return sum_bags(weight, asked.rows, asked.lengths.cumsum(0) - asked.lengths, asked.weights)
 
 
-def _give_back(question: Question, grads: Tensor, factor: float, sink: Sink, ranks: Ranks) -> None:
+def _give_back(question: Question, grads: Tensor, factor: float, sink: Sink, ranks: GroupRanks) -> None:
     """`grads`: of the answers; empty, but of their dtype and device, where this rank has no stack."""
     family, stack, asked = question.family, question.stack, question.asked
     rows, bags, weights = asked.rows, asked.bags(), asked.weights

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono.embedding.engine import Engine
 from unisono.embedding.layouts import Layout, as_layout
 from unisono.embedding.optimizers import FusedOptimizer, Rule
@@ -67,7 +67,7 @@ class EmbeddingCollection(nn.Module):
         group: Group = None,
     ) -> None:
         super().__init__()
-        name, ranks = type(self).__name__, resolve(group)
+        name, ranks = type(self).__name__, resolve_group(group)
         features = [feature for table in tables for feature in table.features]
         if len({table.name for table in tables}) < len(tables) or len(set(features)) < len(features):
             raise ValueError(f"{name}: tables and features need different names: {[t.name for t in tables]}, {features}")

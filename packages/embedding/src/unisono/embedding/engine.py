@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import all_to_all_single
-from unisono.collectives.groups import Ranks, group_of
-from unisono.collectives.tracing import untraced
+from unisono.collectives.autograd import disable_compile
+from unisono.collectives.groups import GroupRanks, as_group
 from unisono.embedding.answers import Answer, Question, Sink
 from unisono.embedding.gradients import ParameterSink
 from unisono.embedding.messages import Asked, consult, swap_requests
@@ -38,8 +38,8 @@ class Engine(Residence):
         """For each feature its pooled rows, or, without mode, a row for each id."""
         return self.finish(self.start(inputs, self.ranks, problem))
 
-    @untraced
-    def start(self, inputs: Mapping[str, Ragged], ranks: Ranks, problem: str = "") -> Step:
+    @disable_compile
+    def start(self, inputs: Mapping[str, Ragged], ranks: GroupRanks, problem: str = "") -> Step:
         """All that can be done before the tables have their last values. `ranks` may be of another group of the same ranks."""
         function = self.options.function
         problem = problem or self._complaint(inputs)
@@ -58,7 +58,7 @@ class Engine(Residence):
         modes = [table.mode for table in self.tables]
         return Step(requests, asked, [plan_pooling(request, modes) for request in requests])
 
-    @untraced
+    @disable_compile
     def finish(self, step: Step) -> dict[str, Tensor]:
         self.repair()
         questions = [Question(r.family, s, a) for r, s, a in zip(step.requests, self.stacks, step.asked, strict=True)]
@@ -93,7 +93,7 @@ class Engine(Residence):
                 for j, width in enumerate(family.kin.widths):
                     receive[family.owner(i, j, self.ranks.rank)] += request.answers(i) * width
         wire = flat if self.options.wire_dtype is None else flat.to(self.options.wire_dtype)
-        moved = all_to_all_single(wire, send_sizes=send, receive_sizes=receive, group=group_of(self.ranks))
+        moved = all_to_all_single(wire, send_sizes=send, receive_sizes=receive, group=as_group(self.ranks))
         return moved.to(flat.dtype)
 
     def _requests(self, inputs: Mapping[str, Ragged]) -> list[Request]:

@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from unisono.collectives import all_gather
-from unisono.collectives.groups import Ranks, group_of, process_group, simulated
+from unisono.collectives.groups import GroupRanks, as_group, is_fake_group, process_group
 from unisono.embedding.layouts import Layout
 
 # Meshes by group and arrangement: to make one, groups are made, which all their ranks have to do together.
 _meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
 
 
-def as_dtensor(local: Tensor, layout: Layout, ranks: Ranks, shape: tuple[int, ...], *, connected: bool) -> DTensor:
+def as_dtensor(local: Tensor, layout: Layout, ranks: GroupRanks, shape: tuple[int, ...], *, connected: bool) -> DTensor:
     """`local` as a part of a tensor of `shape`: (rows, dim), or (rows,) for what has one number a row.
 
     `connected`: whether operations that communicate will be asked of it. Without, no groups have to be made.
@@ -34,15 +34,15 @@ def as_dtensor(local: Tensor, layout: Layout, ranks: Ranks, shape: tuple[int, ..
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def gather_dtensor(given: DTensor, ranks: Ranks) -> Tensor:
+def gather_dtensor(given: DTensor, ranks: GroupRanks) -> Tensor:
     """The whole of a DTensor that lies on some of `ranks`, on all of them. Its mesh needs no groups. All ranks call."""
     shape, offset = compute_local_shape_and_global_offset(given.shape, given.device_mesh, given.placements)
     local = given.to_local()
     here = local.numel() > 0
     box = [*(offset if here else [0] * given.ndim), *(shape if here else [0] * given.ndim)]
-    boxes = all_gather(torch.tensor([box], device=local.device), sizes=[1] * ranks.size, group=group_of(ranks)).tolist()
+    boxes = all_gather(torch.tensor([box], device=local.device), sizes=[1] * ranks.size, group=as_group(ranks)).tolist()
     sizes = [math.prod(row[given.ndim :]) for row in boxes]
-    parts = all_gather(local.reshape(-1), sizes=sizes, group=group_of(ranks)).split_with_sizes(sizes)
+    parts = all_gather(local.reshape(-1), sizes=sizes, group=as_group(ranks)).split_with_sizes(sizes)
     full = local.new_empty(given.shape)
     for row, part in zip(boxes, parts, strict=True):
         starts, lengths = row[: given.ndim], row[given.ndim :]
@@ -62,7 +62,7 @@ def placements_of(layout: Layout, ndim: int) -> list[Placement]:
     return found[layout.kind]
 
 
-def mesh_of(layout: Layout, ranks: Ranks, device_type: str, *, connected: bool) -> DeviceMesh:
+def mesh_of(layout: Layout, ranks: GroupRanks, device_type: str, *, connected: bool) -> DeviceMesh:
     pg = process_group(ranks)
     device_type = "cpu" if device_type == "meta" else device_type
     everyone = list(range(ranks.size))
@@ -91,7 +91,7 @@ def _arrange(arrangement: list[int] | list[list[int]], pg: ProcessGroup, device_
     mesh = torch.tensor(dist.get_process_group_ranks(pg), device="cpu")[torch.tensor(arrangement, device="cpu")]
     names = ("rows", "columns") if mesh.ndim == 2 else ("shards",)
     found = DeviceMesh(device_type, mesh, mesh_dim_names=names, _init_backend=False)
-    if not connected or pg is not dist.group.WORLD or simulated(pg):
+    if not connected or pg is not dist.group.WORLD or is_fake_group(pg):
         return found
     own = []
     for dim in range(mesh.ndim):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import MismatchError, all_to_all_single
-from unisono.collectives.agreement import agree
-from unisono.collectives.groups import Ranks, group_of, process_group, simulated, small_message_device
+from unisono.collectives.checks import validate_across_ranks
+from unisono.collectives.groups import GroupRanks, as_group, is_fake_group, process_group, small_message_device
 from unisono.embedding.families import Family
 from unisono.embedding.requests import Request
 
@@ -44,7 +44,7 @@ class Asked:
 
 
 def consult(
-    function: str, requests: Sequence[Request], ranks: Ranks, *, same: str, words: str, problem: str, device: torch.device
+    function: str, requests: Sequence[Request], ranks: GroupRanks, *, same: str, words: str, problem: str, device: torch.device
 ) -> list[list[int]]:
     """From each rank: the three counts of its request for each family. If any has a problem, all raise the same error."""
     mine = [] if problem else [_counts(requests, rank, ranks) for rank in range(ranks.size)]
@@ -52,7 +52,7 @@ def consult(
     few = ranks.size <= _FEW
     flat = [number for row in mine for number in row] if few and not problem else []
     try:
-        table = agree(
+        table = validate_across_ranks(
             function,
             ranks,
             same=(function, same),
@@ -68,17 +68,17 @@ def consult(
         return mine
     if few:
         return [row[ranks.rank * width : (ranks.rank + 1) * width] for row in table]
-    if simulated(process_group(ranks)):
+    if is_fake_group(process_group(ranks)):
         return [mine[ranks.rank]] * ranks.size
     where = small_message_device(process_group(ranks), device)
     each = (1,) * ranks.size
     counts = torch.tensor(mine, device=where)
-    traded: list[list[int]] = all_to_all_single(counts, send_sizes=each, receive_sizes=each, group=group_of(ranks)).tolist()
+    traded: list[list[int]] = all_to_all_single(counts, send_sizes=each, receive_sizes=each, group=as_group(ranks)).tolist()
     return traded
 
 
 def swap_requests(
-    requests: Sequence[Request], counts: Sequence[Sequence[int]], ranks: Ranks, *, exact: torch.dtype, device: torch.device
+    requests: Sequence[Request], counts: Sequence[Sequence[int]], ranks: GroupRanks, *, exact: torch.dtype, device: torch.device
 ) -> list[Asked]:
     """Send every rank what is asked of it; returns what is asked of this rank, for each family.
 
@@ -100,8 +100,8 @@ def swap_requests(
         send = [sum(part.numel() for part in message) for message in leaving]
         receive = [sum(sum(_sizes(request, row, k, exact)) for k, request in enumerate(requests)) for row in counts]
     if ranks.size > 1:
-        flat = all_to_all_single(flat, send_sizes=send, receive_sizes=receive, group=group_of(ranks))
-        if simulated(process_group(ranks)):  # it moves nothing: row 0 stands for whatever the others would ask for
+        flat = all_to_all_single(flat, send_sizes=send, receive_sizes=receive, group=as_group(ranks))
+        if is_fake_group(process_group(ranks)):  # it moves nothing: row 0 stands for whatever the others would ask for
             flat = torch.zeros_like(flat)
     if plain:
         return [Asked(flat, None, None, None, receive)]
@@ -111,7 +111,7 @@ def swap_requests(
     return [_combine([row[k] for row in heard], request, exact) for k, request in enumerate(requests)]
 
 
-def _counts(requests: Sequence[Request], rank: int, ranks: Ranks) -> list[int]:
+def _counts(requests: Sequence[Request], rank: int, ranks: GroupRanks) -> list[int]:
     """What this rank asks of `rank`: three counts for each family."""
     found: list[int] = []
     for request in requests:
@@ -120,7 +120,7 @@ def _counts(requests: Sequence[Request], rank: int, ranks: Ranks) -> list[int]:
     return found
 
 
-def _stack(family: Family, rank: int, ranks: Ranks) -> int | None:
+def _stack(family: Family, rank: int, ranks: GroupRanks) -> int | None:
     """Which stack this rank asks `rank` for; of a copy that every rank has, it asks only its own."""
     if family.replicated and rank != ranks.rank:
         return None
@@ -128,7 +128,7 @@ def _stack(family: Family, rank: int, ranks: Ranks) -> int | None:
     return None if place is None else place[0]
 
 
-def _message(request: Request, rows: Tensor, rank: int, ranks: Ranks, exact: torch.dtype) -> list[Tensor]:
+def _message(request: Request, rows: Tensor, rank: int, ranks: GroupRanks, exact: torch.dtype) -> list[Tensor]:
     """What goes to `rank`. `rows`: request.stack_rows(), in the dtype of all numbers of a message."""
     stack = _stack(request.family, rank, ranks)
     if stack is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group
-from unisono.collectives.agreement import agree
+from unisono.collectives.checks import validate_across_ranks
 from unisono.embedding.engine import Engine
 from unisono.embedding.layouts import Layout, as_layout
 from unisono.embedding.optimizers import FusedOptimizer, Rule
@@ -64,7 +64,7 @@ class OneTable(ShardedTable):
 
     def _take(self, module: nn.Embedding | nn.EmbeddingBag, function: str) -> None:
         weight = module.weight.detach()
-        agree(
+        validate_across_ranks(
             function,
             self.ranks,
             same=(tuple(weight.shape), weight.sum(dtype=torch.float64).item() if not weight.is_meta else 0.0),

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from unisono.collectives.agreement import MismatchError, agree
-from unisono.collectives.groups import process_group, resolve
+from unisono.collectives.checks import MismatchError, validate_across_ranks
+from unisono.collectives.groups import process_group, resolve_group
 from unisono.embedding.engine import Engine, Step
 from unisono.embedding.ragged import Ragged
 
@@ -26,7 +26,7 @@ class Prefetcher:
             members = dist.get_process_group_ranks(process_group(self.ranks))
             made = dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size())
             assert isinstance(made, ProcessGroup)
-            self.ranks = resolve(made)
+            self.ranks = resolve_group(made)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="unisono-prefetch")
         weakref.finalize(self, self.pool.shutdown, wait=False)
         self.ahead: tuple[Mapping[str, Any], Future[Step]] | None = None
@@ -52,7 +52,7 @@ class Prefetcher:
             return None
         found = _same(self.ahead[0], features)
         try:
-            table = agree(
+            table = validate_across_ranks(
                 f"{self.engine.options.function}.prefetch",
                 self.engine.ranks,
                 same="forward after prefetch",

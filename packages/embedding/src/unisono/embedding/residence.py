@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unisono.collectives import Group, broadcast
-from unisono.collectives.agreement import agree
-from unisono.collectives.groups import group_of, process_group, resolve, small_message_device
+from unisono.collectives.checks import validate_across_ranks
+from unisono.collectives.groups import as_group, process_group, resolve_group, small_message_device
 from unisono.embedding.families import Address, address_of, form_families
 from unisono.embedding.layouts import Layout
 from unisono.embedding.memory import empty_rows
@@ -51,7 +51,7 @@ class Residence:
     def __init__(
         self, tables: Sequence[Table], layouts: Sequence[Layout], options: Options, rule: Rule | None, group: Group
     ) -> None:
-        self.options, self.ranks, self.tables = options, resolve(group), list(tables)
+        self.options, self.ranks, self.tables = options, resolve_group(group), list(tables)
         self.layouts = self._settle(layouts, rule)
         self.families = form_families(self.tables, self.layouts, self.ranks.size)
         self.addresses: list[Address] = [Address(1, (0,))] * len(self.tables)
@@ -76,7 +76,7 @@ class Residence:
         wants = (
             f"{self.tables}, {settled}, {options.grad_reduce}, {options.sparse}, {options.wire_dtype}, {options.dtype}, {rule}"
         )
-        agree(
+        validate_across_ranks(
             options.function,
             self.ranks,
             same=wants,
@@ -166,7 +166,7 @@ class Residence:
             drawn = torch.randint(2**62, (1,), device="cpu")
             if self.ranks.size > 1:
                 drawn = drawn.to(small_message_device(process_group(self.ranks), None))
-                drawn = broadcast(drawn, root=0, group=group_of(self.ranks))
+                drawn = broadcast(drawn, root=0, group=as_group(self.ranks))
             seed = int(drawn)
         for module in self.modules:
             code = int.from_bytes(hashlib.blake2b(module.table.name.encode(), digest_size=7).digest(), "little")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unisono.collectives import all_gather
-from unisono.collectives.groups import Ranks, group_of
+from unisono.collectives.groups import GroupRanks, as_group
 from unisono.embedding.layouts import Box, Layout
 from unisono.embedding.meshes import as_dtensor, gather_dtensor
 from unisono.embedding.tables import Table
@@ -25,7 +25,7 @@ class ShardedTable(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(self, table: Table, layout: Layout, ranks: Ranks, *, plain: bool) -> None:
+    def __init__(self, table: Table, layout: Layout, ranks: GroupRanks, *, plain: bool) -> None:
         super().__init__()
         self.table, self.layout, self.ranks, self.plain = table, layout, ranks, plain
         self.states: dict[str, Tensor] = {}
@@ -76,7 +76,7 @@ class ShardedTable(nn.Module):
         rows, dim = self.table.rows, self.table.dim
         boxes = [self.layout.box(rank=rank, rows=rows, dim=dim) for rank in range(self.ranks.size)]
         sizes = [box.shape[0] * box.shape[1] for box in boxes]
-        parts = all_gather(shard.reshape(-1), sizes=sizes, group=group_of(self.ranks)).split_with_sizes(sizes)
+        parts = all_gather(shard.reshape(-1), sizes=sizes, group=as_group(self.ranks)).split_with_sizes(sizes)
         full = shard.new_empty((rows, dim))
         for box, part in zip(boxes, parts, strict=True):
             full[box.row : box.row_end, box.column : box.column_end] = part.view(box.shape)

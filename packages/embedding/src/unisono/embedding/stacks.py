@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import all_gather, all_to_all_single
-from unisono.collectives.groups import Ranks, group_of
+from unisono.collectives.groups import GroupRanks, as_group
 from unisono.embedding.families import Family, Shard
 
 
@@ -34,7 +34,7 @@ class Stack:
         return torch.tensor(rows, device=self.weight.device) if rows else None
 
 
-def sum_columns(partial: Tensor, family: Family, ranks: Ranks, *, largest: bool = False) -> Tensor:
+def sum_columns(partial: Tensor, family: Family, ranks: GroupRanks, *, largest: bool = False) -> Tensor:
     """The sum (or the largest) over the columns of a stack, on the rank of each: the same bits everywhere. All ranks call.
 
     Columns of a stack are asked for the same rows, so their ranks hold equally many numbers here.
@@ -43,20 +43,20 @@ def sum_columns(partial: Tensor, family: Family, ranks: Ranks, *, largest: bool 
     peers = family.kin.ranks[place[0]] if place is not None else ()
     sizes = [len(partial) if rank in peers else 0 for rank in range(ranks.size)]
     copies = torch.cat([partial] * len(peers)) if peers else partial[:0]
-    parts = all_to_all_single(copies, send_sizes=sizes, receive_sizes=sizes, group=group_of(ranks)).split_with_sizes(sizes)
+    parts = all_to_all_single(copies, send_sizes=sizes, receive_sizes=sizes, group=as_group(ranks)).split_with_sizes(sizes)
     total = torch.zeros_like(partial)
     for rank in peers:
         total = torch.maximum(total, parts[rank]) if largest else total + parts[rank]
     return total
 
 
-def gather_copies(rows: Tensor, sums: Tensor | None, ranks: Ranks) -> tuple[Tensor, Tensor | None]:
+def gather_copies(rows: Tensor, sums: Tensor | None, ranks: GroupRanks) -> tuple[Tensor, Tensor | None]:
     """Where every rank has a copy: what all ranks have for it, in rank order. All ranks of the group call."""
-    group = group_of(ranks)
+    group = as_group(ranks)
     return all_gather(rows, group=group), None if sums is None else all_gather(sums, group=group)
 
 
-def renormalise(stack: Stack | None, rows: Tensor, family: Family, ranks: Ranks, dtype: torch.dtype) -> None:
+def renormalise(stack: Stack | None, rows: Tensor, family: Family, ranks: GroupRanks, dtype: torch.dtype) -> None:
     """Shorten the rows that are looked up to max_norm, in place, as torch.embedding_renorm_ does; columns share one norm."""
     assert family.kin.max_norm is not None
     if family.replicated and ranks.size > 1:
@@ -79,7 +79,7 @@ def renormalise(stack: Stack | None, rows: Tensor, family: Family, ranks: Ranks,
     stack.weight.index_copy_(0, unique.to(torch.int64), found * scales[:, None])
 
 
-def _norm_over_columns(found: Tensor, power: float, family: Family, ranks: Ranks) -> Tensor:
+def _norm_over_columns(found: Tensor, power: float, family: Family, ranks: GroupRanks) -> Tensor:
     values = found.to(torch.promote_types(found.dtype, torch.float32)).abs()
     if power == float("inf"):
         largest = values.amax(1) if values.shape[1] else values.new_zeros(len(values))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_reduce
-from unisono.collectives.agreement import agree
-from unisono.collectives.groups import group_of, process_group, resolve, small_message_device
+from unisono.collectives.checks import validate_across_ranks
+from unisono.collectives.groups import as_group, process_group, resolve_group, small_message_device
 from unisono.embedding.ragged import Ragged, complain
 from unisono.embedding.tables import Table
 
@@ -47,14 +47,14 @@ def count_demands(
 
     The ranks of the group consult if there are `world_size` of them; otherwise this rank's sample stands for all.
     """
-    ranks = resolve(group)
+    ranks = resolve_group(group)
     together = ranks.size == world_size > 1
     problem = _complaint(tables, sample)
     if problem and not together:
         raise ValueError(f"plan_tables: {problem}")
     if together:
         rule = "All ranks must ask for a plan of the same tables with the same options; samples may differ."
-        agree(
+        validate_across_ranks(
             "plan_tables",
             ranks,
             same=("plan_tables", same),
@@ -67,7 +67,7 @@ def count_demands(
     numbers = _count(tables, sample, batch_size)
     if together:
         where = small_message_device(process_group(ranks), None)
-        sums = all_reduce(torch.tensor(numbers, dtype=torch.int64, device=where), group=group_of(ranks))
+        sums = all_reduce(torch.tensor(numbers, dtype=torch.int64, device=where), group=as_group(ranks))
         numbers = sums.tolist()
     counted, *rest = numbers
     if not counted:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group, all_gather, all_reduce, all_to_all_single
-from unisono.collectives.checking import describe
-from unisono.collectives.groups import Ranks, process_group, resolve
-from unisono.collectives.sizes import exchange
-from unisono.collectives.tracing import untraced
+from unisono.collectives.autograd import disable_compile
+from unisono.collectives.checks import describe
+from unisono.collectives.groups import GroupRanks, process_group, resolve_group
+from unisono.collectives.sizes import all_gather_metadata
 from unisono.embedding.vocabulary.hash_table import MOST_SLOTS, distinct, divide
 from unisono.embedding.vocabulary.slots import Eviction, Slots
 
@@ -103,15 +103,15 @@ class IdMap(nn.Module):
         if self.shards * self._slots.width > MOST_SLOTS:
             raise ValueError(f"IdMap: {capacity=} with candidates={self.candidates} is more than {MOST_SLOTS} together")
 
-    @untraced
+    @disable_compile
     def forward(self, ids: Tensor) -> Tensor:
-        ranks = resolve(self.group)
+        ranks = resolve_group(self.group)
         problem = self._complaint(ids) or self._hold(ranks)
         mine = distinct(torch.empty(0, dtype=torch.int64) if problem else ids.reshape(-1).to(torch.int64))
         owners = divide(mine.hashes, self.shards) // self._step(ranks)
         send = owners.bincount(minlength=ranks.size).tolist()
         facts = f"{self.extra_repr()}, training={self.training}, call {self._calls}"
-        table = exchange("IdMap", ids if problem else mine.ids, 0, ranks, extra=send, same=facts, problem=problem)
+        table = all_gather_metadata("IdMap", ids if problem else mine.ids, 0, ranks, extra=send, same=facts, problem=problem)
         receive = [row[2 + ranks.rank] for row in table]
 
         theirs = mine
@@ -134,7 +134,7 @@ class IdMap(nn.Module):
                 self.reassigned = all_gather(self.reassigned, group=self.group)
         return rows.index_select(0, mine.inverse).view(ids.shape)
 
-    @untraced
+    @disable_compile
     def count(self) -> int:
         """The number of ids that have a row, over all ranks. All of them call it, for it communicates."""
         self._settle()
@@ -199,11 +199,11 @@ class IdMap(nn.Module):
         device = self.reassigned.device
         return Slots(run, shards=self.shards, rows=self.capacity - 1, candidates=self.candidates, device=device)
 
-    def _step(self, ranks: Ranks) -> int:
+    def _step(self, ranks: GroupRanks) -> int:
         """Shards of each rank; the last ranks may have fewer, as in a DTensor."""
         return -(-self.shards // ranks.size)
 
-    def _hold(self, ranks: Ranks) -> str:
+    def _hold(self, ranks: GroupRanks) -> str:
         """Have this rank's shards stored, now that the ranks are known; or say what is wrong."""
         run, before = range(self.shards)[ranks.rank * self._step(ranks) :][: self._step(ranks)], self._slots
         if run == before.run:
@@ -217,14 +217,14 @@ class IdMap(nn.Module):
                     x.copy_(before.stored[name][run.start : run.stop])
         return ""
 
-    def _settle(self) -> Ranks:
-        ranks = resolve(self.group)
+    def _settle(self) -> GroupRanks:
+        ranks = resolve_group(self.group)
         if problem := self._hold(ranks):
             raise ValueError(f"IdMap: {problem}")
         return ranks
 
 
-def _share(x: Any, run: range, ranks: Ranks) -> Tensor:
+def _share(x: Any, run: range, ranks: GroupRanks) -> Tensor:
     """The shards `run` of a whole tensor or a DTensor, which is gathered where it is divided in another way."""
     if hasattr(x, "to_local"):
         from torch.distributed.tensor import Shard
