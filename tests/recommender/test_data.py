@@ -12,7 +12,7 @@ from unisono_models.recommender.data.movielens import movielens_folder
 from unisono_models.recommender.data.ratings import in_intervals, read_ratings
 from unisono_models.recommender.data.splits import split_groups, split_rows
 from unisono_models.recommender.recipes import RECIPES
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 FILES = {

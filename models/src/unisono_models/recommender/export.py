@@ -19,7 +19,7 @@ from unisono_models.recommender.data.ratings import Vocabulary
 from unisono_models.recommender.model.click_model import ClickModel, table_width
 from unisono_models.recommender.model.tables import EmbeddingTables
 from unisono_models.recommender.model.two_tower import TwoTower
-from unisono_models.training.config_json import config_from_json, config_to_json
+from unisono_models.training.config.serialization import config_from_json, config_to_json
 
 FILES = ("model.safetensors", "config.json", "vocabularies.json")
 

@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.embedding import Ragged
+from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.recommender.config import Config, DataConfig, ModelConfig
 from unisono_models.recommender.data.ratings import Ratings, read_titles
 from unisono_models.recommender.evaluate import Evaluator
 from unisono_models.recommender.export import full_weights, write_export
 from unisono_models.recommender.model.click_model import HEADS
-from unisono_models.training.plots import COLOURS, INKS
-from unisono_models.training.report import Picture, write_report
-from unisono_models.training.run_directory import RunDirectory
-from unisono_models.training.skipped import Skipped
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.object_collectives import raise_together
+from unisono_models.training.run.plots import COLOURS, INKS
+from unisono_models.training.run.report import ReportImage, write_report
+from unisono_models.training.run.run_directory import RunDirectory
 
 # RecBole 1.2, benchmark/md/ml-1m_context.md and its results: embeddings of 16, random 8:1:1, best of a search by validation.
 CONTEXT = {
@@ -166,14 +166,14 @@ HIGHLIGHTS = ("test/auc", "test/log_loss", "test/ndcg@10", "test/recall@10", "te
 
 
 def write_run_report(
-    run: RunDirectory, config: Config, evaluator: Evaluator, figures: Mapping[str, float], skipped: Skipped
+    run: RunDirectory, config: Config, evaluator: Evaluator, figures: Mapping[str, float], skipped: SkipReport
 ) -> None:
     """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
     learner, source, ranks = evaluator.learner, evaluator.source, evaluator.ranks
     weights = full_weights(learner.model, keep=ranks.first)
     bad = skipped.report()
     pictures, tables = [], {"Test": published_rows(config, figures)}
-    with together("conclude"):
+    with raise_together("conclude"):
         if ranks.first:
             vocabularies = source.ratings.vocabularies if source.ratings is not None else {}
             write_export(
@@ -189,7 +189,7 @@ def write_run_report(
                 tables["Items, and those that are nearest to them"] = nearest_items(vectors, source.ratings, titles)
                 path = run.samples / "items.png"
                 draw_map(vectors, source.ratings, titles, path)
-                pictures.append(Picture(path, "The most rated items, by the two main directions of their embeddings"))
+                pictures.append(ReportImage(path, "The most rated items, by the two main directions of their embeddings"))
     plan = learner.tables.collection.plan
     if plan is not None:
         tables["Where the tables lie"], tables["What ranks hold and send"] = plan.to_rows()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from unisono.embedding import Ragged
+from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.features import Feature
-from unisono_models.training.skipped import Skip
 
 Ids: TypeAlias = Tensor | Ragged
 
@@ -28,7 +28,7 @@ class Batch:
     """float32 (rows,), 0 or 1."""
     index: Tensor
     """int64 (rows,): the place in the whole data, which randomness goes by."""
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
     """Those left out."""
 
     def __len__(self) -> int:
@@ -83,7 +83,7 @@ def take_ids(ids: Ids, rows: Tensor) -> Ids:
     return taken._replace(values=ids.values[shift + torch.arange(len(shift), device=shift.device)])
 
 
-def empty_batch(features: Sequence[Feature], *, skipped: Sequence[Skip] = ()) -> Batch:
+def empty_batch(features: Sequence[Feature], *, skipped: Sequence[SkippedSample] = ()) -> Batch:
     """No rows, of these features.
 
     Example:

@@ -13,7 +13,7 @@ from unisono.embedding import Ragged
 from unisono.embedding.vocabulary.hash_table import mix
 from unisono_models.recommender.data.batch import Batch, Ids, empty_batch
 from unisono_models.recommender.data.features import Feature
-from unisono_models.training.randomness import generator
+from unisono_models.training.randomness import make_generator
 
 
 class Chunks(Protocol):
@@ -106,7 +106,7 @@ class ChunkOrder:
         last = self._last
         if last is None or last[0] != epoch:
             count = len(self._sizes)
-            random = generator(self._seed, "order", epoch)
+            random = make_generator(self._seed, "order", epoch)
             blocks = torch.randperm(count, generator=random) if self._shuffle else torch.arange(count)
             if self._shuffle and self._groups is not None and count:
                 places = torch.randperm(int(self._groups.max()) + 1, generator=random)

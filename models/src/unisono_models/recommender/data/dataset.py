@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from unisono_models.datasets.file_patterns import check_same_files, find_files
 from unisono_models.recommender.config import DataConfig
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.chunks import Chunks, StreamingDataset
@@ -23,10 +24,9 @@ from unisono_models.recommender.data.movielens import NOTE, PACKAGES, movielens_
 from unisono_models.recommender.data.parquet import ParquetChunks
 from unisono_models.recommender.data.ratings import Ratings, Vocabulary, find_atomic_files, in_intervals, read_ratings
 from unisono_models.recommender.data.splits import check_parts, split_chunks, split_groups, split_rows
-from unisono_models.training.file_patterns import check_alike, find_files
-from unisono_models.training.order import SampleOrder
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import raise_together
+from unisono_models.training.sampler import StepSampler
 
 
 class RowDataset(Protocol):
@@ -53,7 +53,7 @@ class InMemoryDataset:
 
     def __init__(self, ratings: Ratings, numbers: Tensor, *, batch: int, seed: int) -> None:
         self.ratings, self.numbers = ratings, numbers
-        self._order = SampleOrder(len(numbers), batch, seed) if len(numbers) else None
+        self._order = StepSampler(len(numbers), batch, seed) if len(numbers) else None
 
     @property
     def rows(self) -> int:
@@ -146,7 +146,7 @@ def build_datasets(
 
     vocabularies: those of a trained model, whose rows the values of atomic files are to have.
     """
-    with together("open_source"):
+    with raise_together("open_source"):
         kind = format_of(config)
         features = parse_features(config.features)
         if config.label in {feature.name for feature in features}:
@@ -177,12 +177,12 @@ def _open_ratings(
     vocabularies: Mapping[str, Vocabulary] | None,
 ) -> Datasets:
     paths: list[Path] = []
-    with together("open_source"):
+    with raise_together("open_source"):
         known = config.source in PACKAGES
         folder = movielens_folder(config.source) if known else Path(config.source)
         paths = list(find_atomic_files(folder).values())
-    check_alike(paths, source=config.source, what="data.source")
-    with together("open_source"):
+    check_same_files(paths, source=config.source, what="data.source")
+    with raise_together("open_source"):
         columns = {"user": config.user, "item": config.item, "value": config.label}
         ratings = read_ratings(folder, features, **columns, threshold=config.threshold, vocabularies=vocabularies)
         ratings = ratings.keep(in_intervals(ratings.values, config.keep).nonzero().squeeze(1))
@@ -210,18 +210,18 @@ def open_streams(config: DataConfig, kind: str, features: Sequence[Feature], *, 
     Validation and test are blocks of rows held out at random; the test is `config.test` instead, if it is given.
     """
     features = tuple(f.settle("number" if kind == "criteo" and f.name.startswith("I") else "id") for f in features)
-    with together("open_source"):
+    with raise_together("open_source"):
         check_parts(config.parts)
         if config.parts[1] != config.parts[2] and not config.test:
             raise ValueError(f"data.parts={config.parts}: of streamed data, validation and test are parts of the same size")
     blocks = _open_blocks(config.source, kind, features, config, ranks)
-    with together("open_source"):
+    with raise_together("open_source"):
         train, valid, test = split_chunks(blocks, config.parts[1], config.split_seed)
     tested, chosen = blocks, (train, valid, test)
     if config.test:
         tested = _open_blocks(config.test, kind, features, config, ranks)
         chosen = (torch.cat([train, test]), valid, torch.arange(len(tested.sizes)))
-    with together("open_source"):
+    with raise_together("open_source"):
         parts = [
             StreamingDataset(x, which, features=features, ids=config.ids, batch=config.batch, seed=seed)
             for x, which in zip((blocks, blocks, tested), chosen, strict=True)
@@ -234,12 +234,12 @@ def open_streams(config: DataConfig, kind: str, features: Sequence[Feature], *, 
 
 def _open_blocks(source: str, kind: str, features: Sequence[Feature], config: DataConfig, ranks: Ranks) -> Chunks:
     paths: list[Path] = []
-    with together("open_source"):
+    with raise_together("open_source"):
         _, paths = find_files(source, kinds=FORMATS[kind], what="data.source")
-    check_alike(paths, source=source, what="data.source")
+    check_same_files(paths, source=source, what="data.source")
     if kind == "parquet":
-        with together("open_source"):
+        with raise_together("open_source"):
             return ParquetChunks(paths, features, label=config.label, rows_per_block=config.block)
     index = index_lines(paths, lines_per_block=config.block, ranks=ranks)
-    with together("open_source"):
+    with raise_together("open_source"):
         return CriteoChunks(paths, features, index=index)

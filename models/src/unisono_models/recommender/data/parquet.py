@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unisono.embedding import Ragged, hash_strings
+from unisono_models.datasets.parquet import open_parquet
+from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.batch import Batch, Ids, empty_batch, take_ids
 from unisono_models.recommender.data.features import Feature
-from unisono_models.training.parquet_file import open_parquet
-from unisono_models.training.skipped import Skip
 
 NO_ID = -1
 
@@ -182,7 +182,7 @@ class ParquetChunks:
             whole = self._columns(number, group)
         except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
             message = ascii(str(error)[:160])
-            damaged = (Skip(line + row, name, "damaged row group", message) for row in range(count))
+            damaged = (SkippedSample(line + row, name, "damaged row group", message) for row in range(count))
             return empty_batch(self._features, skipped=tuple(damaged))
         columns = {key: column.slice(first + start, count) for key, column in whole.items()}
         numbers, labels, bad = self._check(columns, count)
@@ -199,7 +199,7 @@ class ParquetChunks:
             numbers=numbers[keep],
             labels=labels[keep],
             index=keep + (int(self._rows[block]) + start),
-            skipped=tuple(Skip(line + row, name, *bad[row]) for row in sorted(bad)),
+            skipped=tuple(SkippedSample(line + row, name, *bad[row]) for row in sorted(bad)),
         )
 
     def _check(self, columns: dict[str, Any], count: int) -> tuple[Tensor, Tensor, dict[int, tuple[str, str]]]:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from unisono.embedding import Ragged
+from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.config import DataConfig
 from unisono_models.recommender.data.batch import Batch, Ids, take_ids
 from unisono_models.recommender.data.features import Feature, Kind
 from unisono_models.recommender.data.movielens import PACKAGES, movielens_folder
-from unisono_models.training.skipped import Skip
 
 UNKNOWN = 0  # the row of all values that are not in the vocabulary, and of missing ones
 
@@ -70,7 +70,7 @@ class AtomicFile:
     """Of each row, for messages: the header is line 1."""
     names: tuple[str, ...]
     """Of all columns of the file, read or not."""
-    skipped: list[Skip] = field(default_factory=list)
+    skipped: list[SkippedSample] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -87,7 +87,7 @@ class AtomicFile:
             return self
         gone = dict(zip(bad, errors, strict=True))
         kept = [row for row in range(len(self)) if row not in gone]
-        skips = [Skip(self.lines[row], self.path.name, reason, error) for row, error in gone.items()]
+        skips = [SkippedSample(self.lines[row], self.path.name, reason, error) for row, error in gone.items()]
         columns = {name: AtomicColumn(x.type, [x.values[row] for row in kept]) for name, x in self.columns.items()}
         return replace(self, columns=columns, lines=[self.lines[row] for row in kept], skipped=self.skipped + skips)
 
@@ -109,7 +109,7 @@ def read_atomic(path: Path, columns: Collection[str] | None = None) -> AtomicFil
             if len(parts) != len(names):
                 if parts != [""]:  # an empty line is no row
                     error = f"{len(parts)} fields instead of {len(names)}"
-                    skipped.append(Skip(number, path.name, "another number of fields", error))
+                    skipped.append(SkippedSample(number, path.name, "another number of fields", error))
                 continue
             for values, place in zip(fields, wanted, strict=True):
                 values.append(parts[place])
@@ -158,7 +158,7 @@ class Ratings:
     item: str
     read: int
     """Rows that were read, bad ones included, before any was dropped."""
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
 
     def __len__(self) -> int:
         return len(self.users)
@@ -323,7 +323,7 @@ def _by_row(table: AtomicFile, key: str, vocabulary: Vocabulary) -> AtomicFile:
     for place, name in enumerate(keys):
         first.setdefault(name, place)
     again = [place for place, name in enumerate(keys) if first[name] != place]
-    skipped = [*table.skipped, *(Skip(table.lines[k], table.path.name, "seen before", repr(keys[k])) for k in again)]
+    skipped = [*table.skipped, *(SkippedSample(table.lines[k], table.path.name, "seen before", repr(keys[k])) for k in again)]
     places = [first.get(vocabulary.value(row)) if row else None for row in range(len(vocabulary))]
     columns = {
         name: AtomicColumn(x.type, [x.values[k] if k is not None else "" for k in places])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono_models.recommender.data.chunks import Chunks
-from unisono_models.training.randomness import generator
+from unisono_models.training.randomness import make_generator
 
 
 class RowSplits(NamedTuple):
@@ -37,7 +37,7 @@ def split_groups(groups: Tensor, parts: Sequence[float], *, seed: int) -> RowSpl
     one, the last part's first, as long as more than one is left to the first.
     """
     check_parts(parts)
-    keys = torch.rand(len(groups), generator=generator(seed, "split"), dtype=torch.float64)
+    keys = torch.rand(len(groups), generator=make_generator(seed, "split"), dtype=torch.float64)
     order = keys.argsort()
     order = order[groups[order].argsort(stable=True)]
     _, counts = groups[order].unique_consecutive(return_counts=True)
@@ -85,7 +85,7 @@ def split_chunks(blocks: Chunks, part: float, seed: int) -> tuple[Tensor, Tensor
     if blocks.groups is not None:
         groups, of_block = blocks.groups[filled].unique(return_inverse=True)
         unit = of_block if part * len(groups) >= 1 else unit
-    place = torch.randperm(int(unit.max()) + 1 if len(unit) else 0, generator=generator(seed, "hold out"))[unit]
+    place = torch.randperm(int(unit.max()) + 1 if len(unit) else 0, generator=make_generator(seed, "hold out"))[unit]
     ends = torch.zeros(len(place.unique()), dtype=torch.int64).index_add_(0, place, blocks.sizes[filled]).cumsum(0)
     rows = int(ends[-1]) if len(ends) else 0
     target = max(1, round(part * rows))
