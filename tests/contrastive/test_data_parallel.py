@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.contrastive import plain_formulas
-from tests.contrastive.whole_batch import SPLITS, close
+from tests.contrastive.loss_cases import SPLITS, close
 from unisono.contrastive import ClipLoss, SigmoidLoss, clip_loss, sigmoid_loss
 
 

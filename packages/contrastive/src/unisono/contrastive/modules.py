@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from unisono.contrastive.clip import clip_loss
 from unisono.contrastive.sigmoid import sigmoid_loss
-from unisono.contrastive.views import ntxent_loss, supcon_loss
+from unisono.contrastive.simclr import ntxent_loss
+from unisono.contrastive.supcon import supcon_loss
 
 
 class _Loss(nn.Module):

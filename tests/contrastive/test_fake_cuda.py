@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.collectives import count_bytes
 from unisono.contrastive import clip_loss, ntxent_loss, sigmoid_loss, supcon_loss
-from unisono.contrastive.blocks import Circling
-from unisono.contrastive.pairs import Kept, backward, forward
-from unisono.contrastive.sigmoid_sum import How, compute
-from unisono.contrastive.walk import Pairs
+from unisono.contrastive.tiled.columns import RingColumns
+from unisono.contrastive.tiled.logit_statistics import SavedForBackward, backward, forward
+from unisono.contrastive.tiled.sigmoid_sum import SumOptions, compute
+from unisono.contrastive.tiled.tiles import TilePlan
 
 on_fake_cuda = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
 RANK, WIDTH = 17, 512
@@ -86,10 +86,10 @@ def test_no_backward_waits_for_the_device(fake_world, exchange):
     """Autograd's engine wants a real GPU, so its one function that does the work is called by hand."""
     x, y, scale = features(32), features(32), torch.ones((), device="cuda")
     ids = torch.zeros(32, dtype=torch.int64, device="cuda")
-    plan, sizes = Pairs(sums=True, exchange=exchange), (32,) * fake_world
+    plan, sizes = TilePlan(same_id_sums=True, exchange=exchange), (32,) * fake_world
     found, kept = forward(x, y, scale, (ids, ids), plan, sizes, None, keep=True)
-    for left in (kept, Kept([], [])):
-        grads = backward(x, y, scale, (ids, ids), found, tuple(found), left, plan, sizes, None)
+    for left in (kept, SavedForBackward([], [])):
+        grads = backward(x, y, scale, (ids, ids), found, found, left, plan, sizes, None)
         assert [grad.shape for grad in grads] == [x.shape, y.shape, ()]
         assert all(grad.device.type == "cuda" for grad in grads)
 
@@ -99,7 +99,7 @@ def first_blocks(self):
     yield from islice(WHOLE_RING(self), 32)
 
 
-WHOLE_RING = Circling.__iter__
+WHOLE_RING = RingColumns.__iter__
 
 
 @on_fake_cuda
@@ -107,12 +107,12 @@ WHOLE_RING = Circling.__iter__
 def test_the_ring_of_4096_ranks_needs_little_memory(fake_world):
     rows = 1024
     x, y, scale = features(rows), features(rows), torch.ones((), device="cuda")
-    plan, sizes = Pairs(exchange="auto"), (rows,) * fake_world
-    with LiveBytes() as live, count_bytes() as traffic, mock.patch.object(Circling, "__iter__", first_blocks):
+    plan, sizes = TilePlan(exchange="auto"), (rows,) * fake_world
+    with LiveBytes() as live, count_bytes() as traffic, mock.patch.object(RingColumns, "__iter__", first_blocks):
         found, kept = forward(x, y, scale, None, plan, sizes, None, keep=True)
-        assert kept == Kept([], [])
-        backward(x, y, scale, None, found, tuple(found), kept, plan, sizes, None)
-        compute(x, y, scale, scale, None, None, How(False, plan, sizes, None), True)
+        assert kept == SavedForBackward([], [])
+        backward(x, y, scale, None, found, found, kept, plan, sizes, None)
+        compute(x, y, scale, scale, None, None, SumOptions(False, plan, sizes, None), True)
     assert live.most < 0.1 * 2**30, f"{live.most / 2**20:.0f} MiB"
     block = rows * WIDTH * 4
     assert 5 * 31 * block < traffic.sent < 5.2 * 33 * block, "y three times, its gradient twice"

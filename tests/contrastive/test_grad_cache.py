@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, dropout
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.collectives import MismatchError, all_gather, all_reduce, count_bytes
-from unisono.contrastive.caching import cached_backward
+from unisono.contrastive.grad_cache import cached_backward
 
 ROWS = {1: [7], 2: [5, 2], 3: [4, 0, 7]}  # of each rank, by world size
 

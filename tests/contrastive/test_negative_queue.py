@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.contrastive.rejections import caught
+from tests.contrastive.bad_calls import caught
 from unisono.collectives import all_gather, checked, count_bytes
 from unisono.collectives.testing import run_ranks
 from unisono.contrastive.clip import clip_loss
-from unisono.contrastive.negatives import NegativeQueue
+from unisono.contrastive.negative_queue import NegativeQueue
 
 WIDTH = 3
 PLACEMENTS = ["sharded", "replicated"]

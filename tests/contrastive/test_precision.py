@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.contrastive.whole_batch import CASES, close, differentiable, gradients, matches_one_process, whole
+from tests.contrastive.loss_cases import CASES, close, differentiable, gradients, matches_one_process, whole
 from unisono import contrastive
-from unisono.contrastive import clip_loss, ntxent_loss, sigmoid_loss, tiles
+from unisono.contrastive import clip_loss, ntxent_loss, sigmoid_loss
+from unisono.contrastive.tiled import tiles
 
 
 @pytest.mark.parametrize("scale", [1.0, 14.3, 100.0])
@@ -20,13 +21,15 @@ def test_scales_match_one_process(ranks, scale):
 
 def by_one_shift_for_each_row_and_column():
     """The way of GPUs, taken here by pretending that every tile has lost digits."""
-    kept = dict(tiles._REACH)
-    tiles._REACH.update({dtype: reach._replace(least=math.inf, apart=-1) for dtype, reach in kept.items()})
+    kept = dict(tiles._EXPONENT_RANGES)
+    tiles._EXPONENT_RANGES.update(
+        {dtype: limits._replace(smallest_sum=math.inf, largest_gap=-1) for dtype, limits in kept.items()}
+    )
     try:
         for case in CASES:
             matches_one_process(case, {"tile": 3})
     finally:
-        tiles._REACH.update(kept)
+        tiles._EXPONENT_RANGES.update(kept)
 
 
 def test_tiles_of_other_devices_match_one_process(ranks):

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.collectives.one_process import group_named
-from tests.contrastive.whole_batch import CASES, SHARED, close, differentiable, share, whole
+from tests.contrastive.loss_cases import CASES, SHARED, close, differentiable, share, whole
 from unisono import contrastive
 from unisono.collectives import all_reduce
 from unisono.collectives.groups import resolve

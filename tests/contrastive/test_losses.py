@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.contrastive.whole_batch import CASES, differentiable, gradients, matches_one_process, whole
+from tests.contrastive.loss_cases import CASES, differentiable, gradients, matches_one_process, whole
 from unisono import contrastive
 
 
