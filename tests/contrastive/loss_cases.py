@@ -1,4 +1,4 @@
-"""The law, as code: a loss on the ranks' shares against the plain formula on the whole batch."""
+"""Losses with options and inputs, and the check that all of them pass: N ranks give what the reference gives in one process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.collectives.one_process import group_named
-from tests.contrastive import plain_formulas
 from unisono import contrastive
 from unisono.collectives.groups import resolve
+from unisono.contrastive import reference
 
 SPLITS = {1: (9,), 2: (6, 3), 3: (5, 0, 4), 4: (3, 0, 5, 1)}  # rows of each rank
 WIDTH = 5
@@ -20,7 +20,7 @@ WIDTH = 5
 
 @dataclass(frozen=True)
 class Case:
-    """One loss with some options. Tensors named in `inputs` are shared out over the ranks; the rest is the same on all."""
+    """One loss with some options. The tensors named in `inputs` are split over the ranks; the others are the same on all."""
 
     function: str
     inputs: tuple[str, ...]
@@ -28,7 +28,7 @@ class Case:
 
     @property
     def reference(self) -> Callable[..., Tensor]:
-        return getattr(plain_formulas, self.function.removesuffix("_loss"))
+        return getattr(reference, self.function)
 
     def __call__(self, given: dict[str, Tensor], function: Callable[..., Tensor], **more: Any) -> Tensor:
         positional = {
@@ -78,7 +78,7 @@ CASES = {
 
 
 def whole(rows: int, scale: float = 4.0, seed: int = 0) -> dict[str, Tensor]:
-    """The global batch, the same wherever it is made."""
+    """The global batch: the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -105,7 +105,7 @@ def differentiable(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def share(batch: dict[str, Tensor], sizes: tuple[int, ...], rank: int) -> dict[str, Tensor]:
-    """What one rank has of it."""
+    """One rank's part of the global batch."""
     return {name: t if name in SHARED else t.split_with_sizes(list(sizes))[rank] for name, t in batch.items()}
 
 
@@ -123,7 +123,7 @@ def matches_one_process(
     scale: float = 4.0,
     sizes: tuple[int, ...] | None = None,
 ) -> None:
-    """Runs on every rank: value and gradients are those of one process with the whole batch."""
+    """Runs on every rank. Compares value and gradients with those of the reference on the whole batch."""
     case = CASES[case_name]
     group, members = group_named(group_name)
     if not members:
@@ -148,7 +148,7 @@ def matches_one_process(
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float, what: str, size: float | None = None) -> None:
-    """Relative to the largest element of the whole."""
+    """Compare relative to the largest element of the whole tensor, or to `size`."""
     size = float(expected.detach().abs().max()) if size is None else size
     difference = float((found - expected).detach().abs().max()) if found.numel() else 0.0
     assert found.shape == expected.shape, f"{what}: {tuple(found.shape)} instead of {tuple(expected.shape)}"

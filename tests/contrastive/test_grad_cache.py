@@ -330,8 +330,8 @@ def too_many_rows(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("encoders", "batches", "loss", "micro_batch", "message"),
     [
-        ([tower(0)], [], plain_loss, 1, "1 encoders, 0 batches, 1 of micro_batch"),
-        ([tower(0)], [torch.ones(2, 3)], plain_loss, [1, 1], "1 encoders, 1 batches, 2 of micro_batch"),
+        ([tower(0)], [], plain_loss, 1, "1 encoders, 0 batches and 1 micro_batch"),
+        ([tower(0)], [torch.ones(2, 3)], plain_loss, [1, 1], "1 encoders, 1 batches and 2 micro_batch"),
         ([], [], plain_loss, 1, "0 encoders"),
         ([tower(0)], [torch.ones(2, 3)], plain_loss, 0, "micro_batch=0 is not a positive"),
         ([tower(0)], [torch.ones(2, 3)], plain_loss, 2.0, "micro_batch=2.0 is not a positive"),
@@ -348,9 +348,15 @@ def too_many_rows(x: Tensor) -> Tensor:
             [torch.ones(2, 3)],
             torch.sum,
             1,
-            r"encoders\[0\] on rank 0: a Tensor of shape \(2, 3\), expected .* 1 rows",
+            r"encoders\[0\] on rank 0: expected one Tensor of 1 rows, got a Tensor of shape \(2, 3\)",
         ),
-        ([lambda x: (x, x)], [torch.ones(2, 3)], torch.sum, 1, r"encoders\[0\] on rank 0: a tuple, expected one Tensor"),
+        (
+            [lambda x: (x, x)],
+            [torch.ones(2, 3)],
+            torch.sum,
+            1,
+            r"encoders\[0\] on rank 0: expected one Tensor of 1 rows, got a tuple",
+        ),
         ([torch.tanh], [torch.ones(2, 3)], torch.tanh, 1, r"loss: expected a scalar Tensor, got a Tensor of shape \(2, 3\)"),
         ([torch.tanh], [torch.ones(2, 3)], lambda x: 1.0, 1, "loss: expected a scalar Tensor, got a float"),
     ],

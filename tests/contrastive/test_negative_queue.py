@@ -277,7 +277,7 @@ def first_alone() -> None:
     queue.group = everyone
     same_content(queue, plain)
     queue.group = alone
-    with pytest.raises(ValueError, match="NegativeQueue: it was filled on another number of ranks than 1"):
+    with pytest.raises(ValueError, match="NegativeQueue: the queue was filled on a number of ranks other than 1"):
         queue.negatives()
     with pytest.raises(ValueError, match="was sharded over other ranks"):
         NegativeQueue(10, WIDTH, group=alone).load_state_dict(NegativeQueue(10, WIDTH, group=everyone).state_dict())

@@ -1,4 +1,4 @@
-"""A batch larger than memory, with the gradients of the whole: GradCache (Gao et al. 2021, arXiv 2101.06983)."""
+"""cached_backward: batches larger than memory, with the gradients of the whole batch (GradCache, Gao et al. 2021)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unisono.collectives.checking import user_frame
 from unisono.collectives.groups import Ranks, resolve
 
 Encoder: TypeAlias = Callable[[Any], Tensor]
-_FSDP_SYNC = "set_requires_gradient_sync"  # known by this method: importing FSDP takes as long as importing torch
+_FSDP_SYNC = "set_requires_gradient_sync"  # FSDP2 modules are found by this method: importing FSDP takes seconds
 
 
 def cached_backward(
@@ -35,33 +35,35 @@ def cached_backward(
     scale_loss: Callable[[Tensor], Tensor] | None = None,
     group: Group = None,
 ) -> Tensor:
-    """Forward and backward of `loss(*features)`, one micro-batch's activations at a time. Returns the loss, detached.
+    """Run forward and backward of `loss(*features)`, one micro-batch's activations at a time. Return the loss, detached.
 
-    The gradients, added to `.grad`, are those of the whole batch at once. It costs a second forward of the encoders, twice
-    the features, and the activations of one micro-batch; of one for each encoder in the end.
+    The gradients, added to `.grad`, are those of the whole batch at once. The cost is a second forward of the encoders and
+    memory for the features and their gradients. The last backward holds the activations of one micro-batch of each encoder.
 
-    `encoders`: each takes its batch and returns the features, one tensor with as many rows. One may serve twice.
-    `batches`: one for each encoder, a tensor or a tree of them (dict, list, BatchEncoding), cut along dim 0. What has no
-    rows, such as strings and 0-dim tensors, goes to every micro-batch.
-    `loss`: a scalar of this rank's features. It may communicate; averaging the ranks' gradients should be right for it.
-    `micro_batch`: rows at a time, for all encoders or for each.
-    `modules`: the DDP and FSDP2 modules that the encoders use; needless for those in an encoder that is a Module or a method
-    of one. Any left out synchronises at every micro-batch.
-    `scale_loss`: applied before backward, such as GradScaler.scale. The loss returned is not scaled.
+    encoders: each takes its batch and returns the features, one tensor with the same number of rows. One encoder may be
+        given several times.
+    batches: one for each encoder: a tensor or a tree of tensors (dict, list, BatchEncoding), split along dim 0. Leaves without
+        rows, such as strings and 0-dim tensors, go to every micro-batch.
+    loss: returns a scalar from this rank's features. It may communicate. Its gradients must be right once ranks average them.
+    micro_batch: the number of rows of a micro-batch, one number for all encoders or one for each.
+    modules: the DDP and FSDP2 modules that the encoders use. Those inside an encoder that is a Module, or a method of one, are
+        found without it. A module that is missing here synchronises at every micro-batch.
+    scale_loss: applied to the loss before the backward, such as GradScaler.scale. The returned loss is not scaled.
 
-    Ranks: all of `group` call this together, with rows as they have them, also none. An exchange of 128 bytes tells how many
-    micro-batches the largest needs, and the others run empty ones up to that number: what communicates in a forward (FSDP,
-    SyncBatchNorm) stays in step. Gradients are synchronised once, in a last backward in which all encoders take part: one
-    DDP may hold them all. Within a no_sync() of yours, DDP leaves it out. FSDP2 keeps unsharded gradients until then,
-    synchronises once for each encoder that it serves, and ends with its sync switched on. DDP with static_graph is refused.
+    Ranks: all ranks of `group` must call this together; they may have different numbers of rows, or none. An exchange of 128
+    bytes finds the largest number of micro-batches; ranks that need fewer run empty ones, so that forwards that communicate
+    (FSDP, SyncBatchNorm) stay in step. Gradients are synchronised once, in a last backward of all encoders together, so one DDP
+    may hold all of them. Inside your own no_sync() DDP does not synchronise. FSDP2 keeps unsharded gradients until the last
+    backward, synchronises once for each encoder that it serves, and ends with its sync enabled. DDP with static_graph=True
+    raises an error.
 
-    Parameters of the loss get their gradient from its one backward. Those that live in a DDP module of the encoders (CLIP's
-    logit_scale) are averaged with the rest of it. Those of this package's loss modules are the same on all ranks as they
-    are. Otherwise average them yourself, or let `loss` be a DDP module.
+    Backward: parameters of the loss get their gradient from its one backward. Parameters inside a DDP module of the encoders
+    (CLIP's logit_scale) are averaged with the others. Those of this package's loss modules have the same gradient on all ranks
+    anyway. Average any others yourself, or wrap `loss` in DDP.
 
-    Random numbers are the same in both forwards, and the generators end as if there had been one. The caller's autocast
-    serves both. An encoder whose first features need no gradient is frozen: most of its second forwards are left out.
-    BatchNorm and the like are not exact: they see a micro-batch at a time, and update their running statistics twice.
+    Random numbers are the same in both forwards, and the generators end as after one forward. Both forwards run under the
+    caller's autocast. An encoder whose features need no gradient is frozen: most of its second forwards are skipped. BatchNorm
+    is not exact: it sees one micro-batch at a time and updates its running statistics twice.
 
     Example:
         >>> import torch
@@ -73,25 +75,27 @@ def cached_backward(
         torch.Size([4, 8])
     """
     ranks = resolve(group)
-    held = _synchronising([*encoders, *modules])
-    towers = _towers(encoders, batches, micro_batch, held, ranks)
-    with _without_sync(held):
+    synced = _synced_modules([*encoders, *modules])
+    towers = _build_towers(encoders, batches, micro_batch, synced, ranks)
+    with _no_sync(synced):
         with torch.no_grad():
-            features = [torch.cat([tower.first_forward(*cut) for cut in tower.cuts]).requires_grad_() for tower in towers]
+            features = [torch.cat([tower.first_forward(*span) for span in tower.spans]) for tower in towers]
+        for x in features:
+            x.requires_grad_()
         value = loss(*features)
         if not isinstance(value, Tensor) or value.ndim:
             raise ValueError(f"cached_backward: loss: expected a scalar Tensor, got {_describe(value)} on rank {ranks.rank}")
         scaled = value if scale_loss is None else scale_loss(value)
-        leaves = _leaves_of(scaled)
+        loss_leaves = _graph_leaves(scaled)
         scaled.backward()
         gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in features]
-        with ExitStack() as afterwards:
-            afterwards.callback(_keep_rng([x for tower in towers for x in tower.devices]))
+        with ExitStack() as stack:
+            stack.callback(_save_rng_state([x for tower in towers for x in tower.devices]))
             for tower, gradient in zip(towers, gradients, strict=True):
-                tower.backward_all_but_the_last(gradient)
+                tower.backward_all_but_last(gradient)
             last = [tower.second_forward(-1) for tower in towers]
-    roots = [(x, y[len(y) - len(x) :]) for x, y in zip(last, gradients, strict=True) if x.requires_grad]
-    roots += _expect_gradients(held, [x for x, _ in roots], leaves)
+    roots = [(x, gradient[len(gradient) - len(x) :]) for x, gradient in zip(last, gradients, strict=True) if x.requires_grad]
+    roots += _prepare_ddp(synced, [x for x, _ in roots], loss_leaves)
     if roots:
         torch.autograd.backward([x for x, _ in roots], [gradient for _, gradient in roots])
     return value.detach()
@@ -99,42 +103,44 @@ def cached_backward(
 
 @dataclass
 class _Tower:
-    """An encoder and its micro-batches. `devices`: a tensor on each device that it is known to use."""
+    """An encoder and its micro-batches."""
 
     name: str
     encode: Encoder
     batch: Any
-    cuts: list[tuple[int, int]]
-    devices: list[Tensor]
-    rng: list[Callable[[], None]] = field(default_factory=list)
+    spans: list[tuple[int, int]]  # rows of each micro-batch
+    devices: list[Tensor]  # one tensor on each device that the encoder is known to use
+    restore_rng: list[Callable[[], None]] = field(default_factory=list)
 
     def first_forward(self, start: int, stop: int) -> Tensor:
-        self.rng.append(_keep_rng(self.devices))
+        self.restore_rng.append(_save_rng_state(self.devices))
         features = self.encode(_rows(self.batch, start, stop))
         if not isinstance(features, Tensor) or features.shape[:1] != (stop - start,):
-            raise ValueError(f"cached_backward: {self.name}: {_describe(features)}, expected one Tensor of {stop - start} rows")
+            raise ValueError(
+                f"cached_backward: {self.name}: expected one Tensor of {stop - start} rows, got {_describe(features)}"
+            )
         return features
 
     def second_forward(self, i: int) -> Tensor:
-        self.rng[i]()
-        return self.encode(_rows(self.batch, *self.cuts[i]))
+        self.restore_rng[i]()
+        return self.encode(_rows(self.batch, *self.spans[i]))
 
-    def backward_all_but_the_last(self, gradient: Tensor) -> None:
-        for i, (start, stop) in enumerate(self.cuts[:-1]):
+    def backward_all_but_last(self, gradient: Tensor) -> None:
+        for i, (start, stop) in enumerate(self.spans[:-1]):
             features = self.second_forward(i)
             if not features.requires_grad:
                 return
             features.backward(gradient[start:stop])
 
 
-def _towers(
-    encoders: Sequence[Encoder], batches: Sequence[Any], micro_batch: int | Sequence[int], held: list[nn.Module], ranks: Ranks
+def _build_towers(
+    encoders: Sequence[Encoder], batches: Sequence[Any], micro_batch: int | Sequence[int], synced: list[nn.Module], ranks: Ranks
 ) -> list[_Tower]:
-    """The same number of micro-batches on all ranks, once none of them has anything to complain of."""
+    """Validate the arguments on all ranks together, and give all ranks the same number of micro-batches."""
     steps = list(micro_batch) if isinstance(micro_batch, Sequence) else [micro_batch] * len(encoders)
     tensors = [_tensors(batch) for batch in batches]
-    lengths = [sorted({len(x) for x in found if x.ndim}) for found in tensors]
-    problem = _complaint(len(encoders), lengths, steps, held)
+    lengths = [sorted({len(x) for x in batch if x.ndim}) for batch in tensors]
+    problem = _arguments_error(len(encoders), lengths, steps, synced)
     rows = [] if problem else [length for (length,) in lengths]
     table = agree(
         "cached_backward",
@@ -142,38 +148,41 @@ def _towers(
         same=("cached_backward", len(encoders)),
         numbers=[-(-length // step) for length, step in zip(rows, steps, strict=False)],
         words=lambda: f"cached_backward of {len(encoders)} encoders, {rows} rows, at {user_frame()}",
-        device=next((x.device for found in tensors for x in found), None),
+        device=next((x.device for batch in tensors for x in batch), None),
         rule="All ranks must pass the same number of encoders.",
         problem=problem,
     )
     towers = []
-    for place, encode in enumerate(encoders):
-        count = max(1, *(needed[place] for needed in table))
-        cuts = list(pairwise(min(i * steps[place], rows[place]) for i in range(count + 1)))
-        parameters = owner.parameters() if (owner := _owner(encode)) is not None else []
-        devices = {x.device: x for x in [*tensors[place], *parameters]}
-        towers.append(_Tower(f"encoders[{place}] on rank {ranks.rank}", encode, batches[place], cuts, list(devices.values())))
+    for i, encode in enumerate(encoders):
+        count = max(1, *(numbers[i] for numbers in table))
+        spans = list(pairwise(min(k * steps[i], rows[i]) for k in range(count + 1)))
+        owner = _owner(encode)
+        parameters = [] if owner is None else owner.parameters()
+        devices = {x.device: x for x in [*tensors[i], *parameters]}
+        towers.append(_Tower(f"encoders[{i}] on rank {ranks.rank}", encode, batches[i], spans, list(devices.values())))
     return towers
 
 
-def _complaint(encoders: int, lengths: list[list[int]], steps: list[int], held: list[nn.Module]) -> str:
+def _arguments_error(encoders: int, lengths: list[list[int]], steps: list[int], synced: list[nn.Module]) -> str:
     if not 0 < encoders == len(lengths) == len(steps):
-        return f"{encoders} encoders, {len(lengths)} batches, {len(steps)} of micro_batch: expected as many of each"
-    if bad := [step for step in steps if not isinstance(step, int) or step < 1]:
-        return f"micro_batch={bad[0]!r} is not a positive number of rows"
-    if odd := [(place, found) for place, found in enumerate(lengths) if len(found) != 1]:
-        return f"batches[{odd[0][0]}] has tensors of {odd[0][1] or 'no'} rows; expected one number of rows, in all of them"
-    if any(isinstance(module, DistributedDataParallel) and module.static_graph for module in held):
+        return f"got {encoders} encoders, {len(lengths)} batches and {len(steps)} micro_batch; expected the same number of each"
+    for step in steps:
+        if not isinstance(step, int) or step < 1:
+            return f"micro_batch={step!r} is not a positive number of rows"
+    for i, found in enumerate(lengths):
+        if len(found) != 1:
+            return f"batches[{i}] has tensors of {found or 'no'} rows; expected the same number of rows in all of them"
+    if any(isinstance(module, DistributedDataParallel) and module.static_graph for module in synced):
         return "DDP with static_graph=True synchronises in the first backward that it sees; leave static_graph out"
     return ""
 
 
 def _map(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The tree with `function` of its tensors."""
+    """Apply `function` to the tensors of a tree."""
     if isinstance(tree, UserDict):  # transformers' BatchEncoding
-        twin = copy.copy(tree)
-        twin.data = _map(function, tree.data)
-        return twin
+        result = copy.copy(tree)
+        result.data = _map(function, tree.data)
+        return result
     return pytree.tree_map_only(Tensor, function, tree)
 
 
@@ -191,32 +200,33 @@ def _describe(value: object) -> str:
     return f"a Tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _keep_rng(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """A function that puts the generators of the CPU and of the tensors' devices back to where they are now."""
-    on_cpu, (indices, states) = torch.get_rng_state(), get_device_states(*tensors)
-    kind = next((x.device.type for x in tensors if x.device.type != "cpu"), "cpu")
+def _save_rng_state(tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """Return a function that restores the present state of the generators of the CPU and of the tensors' devices."""
+    cpu_state = torch.get_rng_state()
+    indices, states = get_device_states(*tensors)
+    device_type = next((x.device.type for x in tensors if x.device.type != "cpu"), "cpu")
 
     def restore() -> None:
-        torch.set_rng_state(on_cpu)
-        set_device_states(indices, states, device_type=kind)
+        torch.set_rng_state(cpu_state)
+        set_device_states(indices, states, device_type=device_type)
 
     return restore
 
 
 def _owner(encoder: object) -> nn.Module | None:
-    encoder = getattr(encoder, "__self__", encoder)  # of a bound method
+    encoder = getattr(encoder, "__self__", encoder)  # the module of a bound method
     return encoder if isinstance(encoder, nn.Module) else None
 
 
-def _synchronising(encoders: Sequence[object]) -> list[nn.Module]:
-    """The DDP and FSDP2 modules in `encoders`, each once."""
-    owners = [owner for encoder in encoders if (owner := _owner(encoder)) is not None]
-    inside = dict.fromkeys(module for owner in owners for module in owner.modules())
+def _synced_modules(encoders: Sequence[object]) -> list[nn.Module]:
+    """Return the DDP and FSDP2 modules in `encoders`, each once."""
+    owners = [_owner(encoder) for encoder in encoders]
+    inside = dict.fromkeys(module for owner in owners if owner is not None for module in owner.modules())
     return [module for module in inside if isinstance(module, DistributedDataParallel) or hasattr(module, _FSDP_SYNC)]
 
 
 @contextmanager
-def _without_sync(modules: list[nn.Module]) -> Iterator[None]:
+def _no_sync(modules: list[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in modules:
             if isinstance(module, DistributedDataParallel):
@@ -227,8 +237,8 @@ def _without_sync(modules: list[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _leaves_of(loss: Tensor) -> list[Tensor]:
-    """The leaves that the backward of `loss` reaches."""
+def _graph_leaves(loss: Tensor) -> list[Tensor]:
+    """Return the leaves that the backward of `loss` reaches."""
     nodes = [loss.grad_fn]
     seen = set(nodes)
     for node in nodes:
@@ -238,15 +248,16 @@ def _leaves_of(loss: Tensor) -> list[Tensor]:
     return [node.variable for node in nodes if isinstance(node, torch._C._functions.AccumulateGrad)]  # type: ignore[union-attr]
 
 
-def _expect_gradients(modules: list[nn.Module], features: list[Tensor], leaves: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Prepare DDP for the backward that it synchronises. Its own forward would do so for every encoder anew, look for unused
-    parameters in the last one only, and broadcast buffers in between.
+def _prepare_ddp(modules: list[nn.Module], features: list[Tensor], loss_leaves: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Prepare the DDP modules for the backward that they synchronise.
 
-    DDP waits for all its parameters. Those among `leaves` had their gradient from the loss: they are returned with zeros.
+    DDP's own forward would do so once for each encoder, look for unused parameters in the last encoder only, and broadcast
+    buffers in between. DDP waits for the gradients of all its parameters. The parameters among `loss_leaves` already got
+    theirs from the loss: they are returned with gradients of zero.
     """
     ddps = [module for module in modules if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync]
     own = {id(parameter) for module in ddps for parameter in module.parameters()}
-    late = [(leaf.view_as(leaf), torch.zeros_like(leaf)) for leaf in leaves if id(leaf) in own]
+    late = [(leaf.view_as(leaf), torch.zeros_like(leaf)) for leaf in loss_leaves if id(leaf) in own]
     for module in ddps:
         module.reducer.prepare_for_forward()
         module.reducer._rebuild_buckets()
