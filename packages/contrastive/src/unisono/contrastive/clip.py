@@ -15,7 +15,7 @@ from unisono.collectives.checking import describe
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.logit_statistics import logit_statistics
 from unisono.contrastive.tiled.tiles import Logits, LogSumExp, TilePlan
-from unisono.contrastive.validate import is_integral, options_error, shared_scalar, validate_inputs
+from unisono.contrastive.validate import is_integral, shared_scalar, validate_inputs
 
 GradReduce = Literal["mean", "sum"]
 SameId = Literal["positive", "masked"]
@@ -75,21 +75,22 @@ def clip_loss(
         >>> clip_loss(x, x, scale=10.0)  # on one rank, or with the three rows on any ranks
         tensor(9.0796e-05)
     """
-    problem = options_error(
-        exchange,
-        grad_reduce,
-        tile,
-        logits,
-        same_id=(same_id, ("positive", "masked")),
-        direction=(direction, ("both", "x_to_y")),
-    )
+    problem = _negatives_error(ids, negatives, negative_ids)
     if not 0 <= label_smoothing < 1:
-        problem = problem or f"label_smoothing={label_smoothing!r} must be in [0, 1)"
+        problem = f"label_smoothing={label_smoothing!r} must be in [0, 1)"
     if hardness < 0:
-        problem = problem or f"hardness={hardness!r} must not be negative"
-    options = f"same_id={same_id}, label_smoothing={label_smoothing}, decoupled={decoupled}, hardness={hardness}, {direction}"
-    options += f", exchange={exchange}, tile={tile}, grad_reduce={grad_reduce}, ids={ids is not None}"
-    options += f", negatives={negatives is not None}"
+        problem = f"hardness={hardness!r} must not be negative"
+    options = {
+        "same_id": same_id,
+        "label_smoothing": label_smoothing,
+        "decoupled": decoupled,
+        "hardness": hardness,
+        "direction": direction,
+        "exchange": exchange,
+        "tile": tile,
+        "grad_reduce": grad_reduce,
+        "logits": logits,
+    }
     inputs = validate_inputs(
         "clip_loss",
         x,
@@ -100,8 +101,8 @@ def clip_loss(
         negatives=negatives,
         sizes=sizes,
         group=group,
-        same=options,
-        problem=problem or _negatives_error(ids, negatives, negative_ids),
+        options=options,
+        problem=problem,
     )
     x, y, ids = inputs.x, inputs.y, inputs.ids
     scale = shared_scalar(scale, group)

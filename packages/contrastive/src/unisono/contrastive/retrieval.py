@@ -10,7 +10,7 @@ from torch import Tensor
 from unisono.collectives import Group, all_gather
 from unisono.contrastive.tiled.columns import Exchange, exchange_columns, resolve_exchange
 from unisono.contrastive.tiled.tiles import Scratch, Span, fill_diagonals, spans, tile_shape
-from unisono.contrastive.validate import options_error, validate_inputs
+from unisono.contrastive.validate import validate_inputs
 
 
 def retrieval_metrics(
@@ -48,9 +48,10 @@ def retrieval_metrics(
         (0.3333333333333333, 0.6666666666666666, 2.0)
     """
     with torch.no_grad():
-        problem = options_error(exchange, tile=tile) or _ks_error(ks)
-        options = f"ks={ks if problem else tuple(ks)}, exchange={exchange}, tile={tile}, ids={ids is not None}"
-        inputs = validate_inputs("retrieval_metrics", x, y, ids=ids, sizes=sizes, group=group, same=options, problem=problem)
+        options = {"ks": tuple(ks) if isinstance(ks, Sequence) else ks, "exchange": exchange, "tile": tile}
+        inputs = validate_inputs(
+            "retrieval_metrics", x, y, ids=ids, sizes=sizes, group=group, options=options, problem=_ks_error(ks)
+        )
         global_sizes = inputs.sizes
         assert global_sizes is not None  # it is None under torch.compile only
         with torch.autocast(inputs.x.device.type, enabled=False):

@@ -13,7 +13,7 @@ from unisono.contrastive.clip import GradReduce, SameId
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.sigmoid_sum import sigmoid_sum
 from unisono.contrastive.tiled.tiles import TilePlan, statistics_dtype
-from unisono.contrastive.validate import number_error, options_error, shared_scalar, validate_inputs
+from unisono.contrastive.validate import number_error, shared_scalar, validate_inputs
 
 
 def sigmoid_loss(
@@ -49,13 +49,12 @@ def sigmoid_loss(
         >>> sigmoid_loss(x, x, scale=10.0, bias=-5.0)  # on one rank, or with the three rows on any ranks
         tensor(0.0201)
     """
-    problem = options_error(exchange, grad_reduce, tile, same_id=(same_id, ("positive", "masked")))
-    problem = problem or number_error(bias, "bias")
-    options = f"same_id={same_id}, exchange={exchange}, tile={tile}, grad_reduce={grad_reduce}"
-    options += f", ids={ids is not None}, weights={weights is not None}"
-    options += f", a gradient for bias: {isinstance(bias, Tensor) and bias.requires_grad}"
+    options = {"same_id": same_id, "exchange": exchange, "tile": tile, "grad_reduce": grad_reduce}
+    options["weights"] = weights is not None
+    options["a gradient for bias"] = isinstance(bias, Tensor) and bias.requires_grad
+    problem = number_error(bias, "bias")
     inputs = validate_inputs(
-        "sigmoid_loss", x, y, scale=scale, ids=ids, weights=weights, sizes=sizes, group=group, same=options, problem=problem
+        "sigmoid_loss", x, y, scale=scale, ids=ids, weights=weights, sizes=sizes, group=group, options=options, problem=problem
     )
     plan = TilePlan(same_id_sums=ids is not None, exchange=exchange, tile=tile)
     scale = shared_scalar(scale, group)

@@ -14,7 +14,7 @@ from unisono.contrastive.clip import GradReduce
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.logit_statistics import logit_statistics
 from unisono.contrastive.tiled.tiles import Logits, TilePlan
-from unisono.contrastive.validate import options_error, shared_scalar, validate_inputs
+from unisono.contrastive.validate import shared_scalar, validate_inputs
 
 
 def ntxent_loss(
@@ -55,8 +55,7 @@ def ntxent_loss(
         weights=weights,
         sizes=sizes,
         group=group,
-        same=f"exchange={exchange}, tile={tile}, grad_reduce={grad_reduce}",
-        problem=options_error(exchange, grad_reduce, tile, logits),
+        options={"exchange": exchange, "tile": tile, "grad_reduce": grad_reduce, "logits": logits},
         names=("temperature", "ids"),
     )
     scale = 1 / shared_scalar(temperature, group)

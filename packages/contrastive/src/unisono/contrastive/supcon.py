@@ -14,7 +14,7 @@ from unisono.contrastive.clip import GradReduce
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.logit_statistics import logit_statistics
 from unisono.contrastive.tiled.tiles import Logits, TilePlan
-from unisono.contrastive.validate import options_error, shared_scalar, validate_inputs
+from unisono.contrastive.validate import shared_scalar, validate_inputs
 
 
 def supcon_loss(
@@ -47,10 +47,10 @@ def supcon_loss(
         >>> supcon_loss(z, labels, temperature=0.5)
         tensor(0.2395)
     """
-    problem = options_error(exchange, grad_reduce, tile, logits)
+    problem = ""
     views = 1
     if isinstance(z, Tensor) and z.ndim == 3 and not (isinstance(labels, Tensor) and labels.shape == z.shape[:1]):
-        problem = problem or f"labels: expected {z.shape[0]} integers, one for each row, got {describe(labels)}"
+        problem = f"labels: expected {z.shape[0]} integers, one for each row, got {describe(labels)}"
     elif isinstance(z, Tensor) and z.ndim == 3:
         views = z.shape[1]
         z = rearrange(z, "n view d -> (n view) d")
@@ -66,7 +66,7 @@ def supcon_loss(
         weights=weights,
         sizes=sizes,
         group=group,
-        same=f"exchange={exchange}, tile={tile}, grad_reduce={grad_reduce}, views={views}",
+        options={"exchange": exchange, "tile": tile, "grad_reduce": grad_reduce, "logits": logits, "views": views},
         problem=problem,
         names=("temperature", "labels"),
     )

@@ -14,6 +14,14 @@ from unisono.collectives.groups import resolve
 from unisono.collectives.sizes import exchange, join_graph, lengths_of, refuse, size_complaint
 from unisono.contrastive.tiled.tiles import statistics_dtype
 
+_CHOICES = {
+    "direction": ("both", "x_to_y"),
+    "exchange": ("auto", "gather", "ring"),
+    "grad_reduce": ("mean", "sum"),
+    "logits": ("auto", "keep", "recompute"),
+    "same_id": ("positive", "masked"),
+}
+
 
 class LossInputs(NamedTuple):
     """Validated arguments."""
@@ -49,17 +57,20 @@ def validate_inputs(
     negatives: Tensor | None = None,
     sizes: Sequence[int] | None = None,
     group: Group = None,
-    same: str = "",
+    options: dict[str, object],
     problem: str = "",
     names: tuple[str, str] = ("scale", "ids"),
 ) -> LossInputs:
     """Validate the arguments on every rank and exchange the sizes. If one rank has a bad call, all raise the same error.
 
-    `same`: the options that must be the same on all ranks. `problem`: an error that the caller has found, or "". `names`: how
-    the caller's own arguments for scale and ids are called.
+    `options`: the other arguments of the caller. They must be the same on all ranks, except `logits`. `problem`: an error that
+    the caller has found, or "". `names`: how the caller's own arguments for scale and ids are called.
     """
     ranks = resolve(group)
+    same = ", ".join(f"{name}={value}" for name, value in options.items() if name != "logits")
+    same += f", ids={ids is not None}, negatives={negatives is not None}"
     same += f", a gradient for {names[0]}: {isinstance(scale, Tensor) and scale.requires_grad}"
+    problem = _options_error(options) or problem
     problem = problem or _tensors_error(x, y, ids, weights, negatives, names[1]) or _scale_error(scale, names[0])
     problem = problem or size_complaint("sizes", sizes, ranks)
     if not problem and sizes is not None and sizes[ranks.rank] != x.shape[0]:
@@ -93,28 +104,6 @@ def shared_scalar(value: Tensor | float, group: Group) -> Tensor:
     return average_gradient(value, group=group) if value.requires_grad else value
 
 
-def options_error(
-    exchange: object = "auto",
-    grad_reduce: object = "mean",
-    tile: object = None,
-    logits: object = "auto",
-    **choices: tuple[object, tuple[str, ...]],
-) -> str:
-    """Say what is wrong with the options that all losses have, or with others, given as name=(value, allowed values)."""
-    all_choices: dict[str, tuple[object, tuple[str, ...]]] = {
-        "exchange": (exchange, ("auto", "gather", "ring")),
-        "grad_reduce": (grad_reduce, ("mean", "sum")),
-        "logits": (logits, ("auto", "keep", "recompute")),
-        **choices,
-    }
-    for name, (value, allowed) in all_choices.items():
-        if value not in allowed:
-            return f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}"
-    if tile is not None and (not isinstance(tile, int) or tile < 1):
-        return f"tile={tile!r} must be a positive number of rows and columns, or None"
-    return ""
-
-
 def number_error(value: object, name: str) -> str:
     if isinstance(value, Tensor) and value.numel() != 1:
         return f"{name}: expected one number, got {describe(value)}"
@@ -125,6 +114,16 @@ def number_error(value: object, name: str) -> str:
 
 def is_integral(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _options_error(options: dict[str, object]) -> str:
+    for name, choices in _CHOICES.items():
+        if name in options and options[name] not in choices:
+            return f"{name}={options[name]!r} is not one of {', '.join(map(repr, choices))}"
+    tile = options["tile"]
+    if tile is not None and (not isinstance(tile, int) or tile < 1):
+        return f"tile={tile!r} must be a positive number of rows and columns, or None"
+    return ""
 
 
 def _tensors_error(x: object, y: object, ids: object, weights: object, negatives: object, ids_name: str) -> str:
