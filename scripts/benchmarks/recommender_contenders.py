@@ -71,8 +71,8 @@ class Ours:
         from unisono_models.recommender.objective import make_learner
         from unisono_models.recommender.source import Source
         from unisono_models.training.config import RunConfig
-        from unisono_models.training.parallel import parallelize
-        from unisono_models.training.ranks import Ranks
+        from unisono_models.training.distributed.launch import Ranks
+        from unisono_models.training.distributed.parallel import parallelize
 
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
         self.work, self.prefetch = work, prefetch

@@ -8,7 +8,7 @@ from tests.collectives.one_process import group_named
 from tests.contrastive.loss_cases import CASES, SHARED, close, differentiable, share, whole
 from unisono import contrastive
 from unisono.collectives import all_reduce
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono.collectives.testing import gradcheck, gradgradcheck
 
 
@@ -29,7 +29,7 @@ def second_matches_one_process(case_name, group_name="world"):
     group, members = group_named(group_name)
     if not members:
         return
-    case, sizes, rank = CASES[case_name], FEW[len(members)], resolve(group).rank
+    case, sizes, rank = CASES[case_name], FEW[len(members)], resolve_group(group).rank
     batch = differentiable(whole(sum(sizes)))
     penalty, leaves = first_and_second(case(batch, case.reference), batch)
     expected = dict(zip(leaves, torch.autograd.grad(penalty, leaves.values(), materialize_grads=True), strict=True))

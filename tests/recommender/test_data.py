@@ -15,7 +15,7 @@ from unisono_models.recommender.data.splits import split_groups, split_rows
 from unisono_models.recommender.features import Feature, parse_features
 from unisono_models.recommender.recipes import RECIPES
 from unisono_models.recommender.source import open_source
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 FILES = {

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono.embedding import Ragged, hash_strings
+from unisono_models.datasets.file_patterns import find_files
 from unisono_models.recommender.data import criteo_lines, line_index
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.blocks import BlockOrder, share
@@ -19,7 +20,6 @@ from unisono_models.recommender.data.criteo import HEX_COLUMNS, INTEGER_COLUMNS,
 from unisono_models.recommender.data.line_index import index_lines
 from unisono_models.recommender.data.stream import Stream, hold_out
 from unisono_models.recommender.features import Feature
-from unisono_models.training.file_patterns import find_files
 
 SOME = (Feature("I2", "number"), Feature("C26", "id", 50), Feature("I1", "number"), Feature("C1", "id", 100))
 EVERYTHING = (*(Feature(n, "number") for n in INTEGER_COLUMNS), *(Feature(n, "id", 10) for n in HEX_COLUMNS))
@@ -175,7 +175,7 @@ def test_index_has_every_line_once(tmp_path, every, monkeypatch):
 
 
 def indexes(paths, segment, gone):
-    ranks = resolve(None)
+    ranks = resolve_group(None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(line_index, "_SEGMENT", segment)
         index = index_lines(paths, lines_per_block=3)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.without_curves import without_curves
+from tests.training.skip_plots import skip_plots
 from unisono_models.recommender import evaluate, recommend
 from unisono_models.recommender.evaluate import evaluate_run
 from unisono_models.recommender.export import read_export
 from unisono_models.recommender.train import main
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
 
 SHORT = ["--run.steps", "12", "--run.evaluate-every", "6", "--data.batch", "512", "--checkpoint.every", "0"]
 TOWERS = ["--data.source", "ml-100k", "--data.features", "user_id", "item_id", "class:ids", "--tables.lr", "0.02"]
@@ -26,7 +26,7 @@ def train_and_draw(directory, *args, recipe="tiny"):
 
 
 def train(directory, *args):
-    with without_curves():
+    with skip_plots():
         train_and_draw(directory, *args)
 
 
@@ -35,7 +35,7 @@ def train_towers_and_draw(directory):
 
 
 def train_towers(directory):
-    with without_curves():
+    with skip_plots():
         train_towers_and_draw(directory)
 
 

@@ -16,9 +16,9 @@ from unisono_models.recommender.evaluation import Evaluator
 from unisono_models.recommender.export import FILES, dtype_of_weights, exported_data, load_weights, read_vocabularies
 from unisono_models.recommender.objective import make_learner
 from unisono_models.recommender.source import open_source
-from unisono_models.training.finished_run import find_run
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.talk import RanksError, together
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.object_collectives import RanksError, raise_together
+from unisono_models.training.run.run_directory import find_run
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Options:
 
 def evaluate_run(options: Options, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
     """The figures of the exported model, and those that the run has kept. All ranks call."""
-    with together("evaluate"):
+    with raise_together("evaluate"):
         config = find_run(options.run, model="recommender", kind=Config, files=FILES)
         config = replace(config, data=exported_data(options.run / "export"))
         weights = load_file(options.run / "export" / FILES[0])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono.collectives import all_gather
 from unisono.embedding import Ragged
+from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.recommender.data.batch import move_ids, take_ids
 from unisono_models.recommender.data.parts import Part, shares
 from unisono_models.recommender.data.ratings import Ratings
@@ -19,9 +20,8 @@ from unisono_models.recommender.metrics.ranking import ranking_metrics, top_item
 from unisono_models.recommender.objective import Learner
 from unisono_models.recommender.source import Source
 from unisono_models.recommender.two_tower import TwoTower
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.skipped import Skipped
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.watchdog import Watchdog
 
 Which = Literal["valid", "test"]
 KS = (10, 50)
@@ -34,7 +34,7 @@ class Evaluator:
     learner: Learner
     source: Source
     ranks: Ranks
-    heartbeat: Heartbeat | None = None
+    heartbeat: Watchdog | None = None
     dtype: torch.dtype = torch.float32
     rows: int = 8192
     max_broken: float = 1.0
@@ -50,7 +50,7 @@ class Evaluator:
         return {f"{which}/{name}": value for name, value in found.items()}
 
     def _predict(self, part: Part, which: Which) -> dict[str, float]:
-        logits, labels, skipped = [], [], Skipped(what=f"rows of {which}", place="line")
+        logits, labels, skipped = [], [], SkipReport(what=f"rows of {which}", place="line")
         for batch in part.scan(self.ranks.rank, self.ranks.size, self.rows):
             skipped.add(batch)
             batch = batch.to(self.ranks.device, self.dtype)

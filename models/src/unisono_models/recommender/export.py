@@ -19,7 +19,7 @@ from unisono_models.recommender.data.vocabulary import Vocabulary
 from unisono_models.recommender.features import Feature
 from unisono_models.recommender.tables import Tables
 from unisono_models.recommender.two_tower import TwoTower
-from unisono_models.training.config_json import config_from_json, config_to_json
+from unisono_models.training.config.serialization import config_from_json, config_to_json
 
 FILES = ("model.safetensors", "config.json", "vocabularies.json")
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unisono.collectives import global_mean
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono.embedding import exclude_from_ddp, sharded_parameters
 from unisono_models.recommender.click_model import ClickModel, table_width
 from unisono_models.recommender.config import Config
@@ -18,7 +18,7 @@ from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.source import Source
 from unisono_models.recommender.tables import Tables
 from unisono_models.recommender.two_tower import TwoTower, retrieval_loss
-from unisono_models.training.dropout import dropout_for, dropout_rows, own_dropout
+from unisono_models.training.randomness import dropout_keys, replace_dropout, use_dropout_keys
 
 
 class Learner(nn.Module):
@@ -35,7 +35,7 @@ class Learner(nn.Module):
 
     def forward(self, batch: Batch, *, step: int, frozen_tables: bool = False) -> dict[str, Tensor]:
         """The losses of a batch by name, what is minimised as "loss": the same on every rank."""
-        with dropout_for(dropout_rows(self.seed, step, batch.index)):
+        with use_dropout_keys(dropout_keys(self.seed, step, batch.index)):
             if isinstance(self.model, ClickModel):
                 return self._click_losses(self.model, batch, frozen_tables)
             return self._retrieval_losses(self.model, batch, frozen_tables)
@@ -71,7 +71,7 @@ class Learner(nn.Module):
 
 def make_learner(config: Config, source: Source, *, dtype: torch.dtype, device: torch.device) -> Learner:
     """The model that the config describes, with its first weights: the same on every rank. All ranks call."""
-    kind, sample, ranks = config.model.kind, source.sample, resolve(None).size
+    kind, sample, ranks = config.model.kind, source.sample, resolve_group(None).size
     features = tuple(feature for feature in source.features if feature.kind != "number")
     if kind == "two_tower":
         wanted = (*config.model.users, *config.model.items)
@@ -93,7 +93,7 @@ def make_learner(config: Config, source: Source, *, dtype: torch.dtype, device: 
         learner = Learner(model, seed=config.run.seed, log_q=_log_frequencies(source, config).to(device, dtype))
     else:
         learner = Learner(ClickModel(config.model, source.features, tables), seed=config.run.seed, l2=config.tables.l2)
-    own_dropout(learner)
+    replace_dropout(learner)
     exclude_from_ddp(learner)
     return learner.to(device, dtype)
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.recommender.config import Config
 from unisono_models.recommender.evaluation import Evaluator
 from unisono_models.recommender.export import full_weights, write_export
@@ -14,21 +15,22 @@ from unisono_models.recommender.neighbours import item_vectors, nearest_items
 from unisono_models.recommender.picture import draw_map
 from unisono_models.recommender.published import published_rows
 from unisono_models.recommender.titles import read_titles
-from unisono_models.training.report import Picture, write_report
-from unisono_models.training.run_directory import RunDirectory
-from unisono_models.training.skipped import Skipped
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.object_collectives import raise_together
+from unisono_models.training.run.report import ReportImage, write_report
+from unisono_models.training.run.run_directory import RunDirectory
 
 HIGHLIGHTS = ("test/auc", "test/log_loss", "test/ndcg@10", "test/recall@10", "test/hit@10")
 
 
-def conclude(run: RunDirectory, config: Config, evaluator: Evaluator, figures: Mapping[str, float], skipped: Skipped) -> None:
+def conclude(
+    run: RunDirectory, config: Config, evaluator: Evaluator, figures: Mapping[str, float], skipped: SkipReport
+) -> None:
     """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
     learner, source, ranks = evaluator.learner, evaluator.source, evaluator.ranks
     weights = full_weights(learner.model, keep=ranks.first)
     bad = skipped.report()
     pictures, tables = [], {"Test": published_rows(config, figures)}
-    with together("conclude"):
+    with raise_together("conclude"):
         if ranks.first:
             vocabularies = source.ratings.vocabularies if source.ratings is not None else {}
             write_export(
@@ -44,7 +46,7 @@ def conclude(run: RunDirectory, config: Config, evaluator: Evaluator, figures: M
                 tables["Items, and those that are nearest to them"] = nearest_items(vectors, source.ratings, titles)
                 path = run.samples / "items.png"
                 draw_map(vectors, source.ratings, titles, path)
-                pictures.append(Picture(path, "The most rated items, by the two main directions of their embeddings"))
+                pictures.append(ReportImage(path, "The most rated items, by the two main directions of their embeddings"))
     plan = learner.tables.collection.plan
     if plan is not None:
         tables["Where the tables lie"], tables["What ranks hold and send"] = plan.to_rows()

@@ -12,7 +12,7 @@ from torch import Tensor
 from unisono.embedding import Ragged
 from unisono_models.recommender.data.ratings import Ratings
 from unisono_models.recommender.neighbours import most_rated, title_of
-from unisono_models.training.plots import COLOURS, INKS
+from unisono_models.training.run.plots import COLOURS, INKS
 
 SHOWN, NAMED, GROUPS, LETTERS = 400, 34, 6, 34
 

@@ -19,9 +19,9 @@ from unisono_models.recommender.export import FILES, Exported, exported_data, re
 from unisono_models.recommender.source import open_source
 from unisono_models.recommender.titles import read_titles
 from unisono_models.recommender.two_tower import TwoTower
-from unisono_models.training import finished_run
-from unisono_models.training.finished_run import RunError
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.run import run_directory as finished_run
+from unisono_models.training.run.run_directory import RunError
 
 find_run = partial(finished_run.find_run, model="recommender", kind=Config, files=FILES)
 

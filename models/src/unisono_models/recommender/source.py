@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from unisono_models.datasets.file_patterns import check_same_files, find_files
 from unisono_models.recommender.config import DataConfig
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.intervals import inside
@@ -21,9 +22,8 @@ from unisono_models.recommender.data.ratings import Ratings
 from unisono_models.recommender.data.splits import split_groups, split_rows
 from unisono_models.recommender.data.vocabulary import Vocabulary
 from unisono_models.recommender.features import Feature, parse_features
-from unisono_models.training.file_patterns import check_alike, find_files
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import raise_together
 
 KINDS = {".inter": "atomic", ".parquet": "parquet"} | dict.fromkeys((".tsv", ".txt", ".csv", ""), "criteo")
 
@@ -64,7 +64,7 @@ def open_source(config: DataConfig, *, seed: int, ranks: Ranks, vocabularies: Ma
 
     vocabularies: those of a trained model, whose rows the values of atomic files are to have.
     """
-    with together("open_source"):
+    with raise_together("open_source"):
         kind = format_of(config)
         features = parse_features(config.features)
         if config.label in {feature.name for feature in features}:
@@ -95,12 +95,12 @@ def _open_ratings(
     vocabularies: Mapping[str, Vocabulary] | None,
 ) -> Source:
     paths: list[Path] = []
-    with together("open_source"):
+    with raise_together("open_source"):
         known = config.source in PACKAGES
         folder = movielens_folder(config.source) if known else Path(config.source)
         paths = list(find_tables(folder).values())
-    check_alike(paths, source=config.source, what="data.source")
-    with together("open_source"):
+    check_same_files(paths, source=config.source, what="data.source")
+    with raise_together("open_source"):
         columns = {"user": config.user, "item": config.item, "value": config.label}
         ratings = read_ratings(folder, features, **columns, threshold=config.threshold, vocabularies=vocabularies)
         ratings = ratings.keep(inside(ratings.values, config.keep).nonzero().squeeze(1))

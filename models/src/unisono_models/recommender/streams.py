@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from unisono_models.datasets.file_patterns import check_same_files, find_files
 from unisono_models.recommender.config import DataConfig
 from unisono_models.recommender.data.blocks import Blocks
 from unisono_models.recommender.data.criteo import CriteoBlocks
@@ -17,9 +18,8 @@ from unisono_models.recommender.data.splits import check_parts
 from unisono_models.recommender.data.stream import Stream, hold_out
 from unisono_models.recommender.features import Feature
 from unisono_models.recommender.source import Source
-from unisono_models.training.file_patterns import check_alike, find_files
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import raise_together
 
 FORMATS = {
     "parquet": {".parquet": "parquet"},
@@ -33,18 +33,18 @@ def open_streams(config: DataConfig, kind: str, features: Sequence[Feature], *, 
     Validation and test are blocks of rows held out at random; the test is `config.test` instead, if it is given.
     """
     features = tuple(f.settle("number" if kind == "criteo" and f.name.startswith("I") else "id") for f in features)
-    with together("open_source"):
+    with raise_together("open_source"):
         check_parts(config.parts)
         if config.parts[1] != config.parts[2] and not config.test:
             raise ValueError(f"data.parts={config.parts}: of streamed data, validation and test are parts of the same size")
     blocks = _open_blocks(config.source, kind, features, config, ranks)
-    with together("open_source"):
+    with raise_together("open_source"):
         train, valid, test = hold_out(blocks, config.parts[1], config.split_seed)
     tested, chosen = blocks, (train, valid, test)
     if config.test:
         tested = _open_blocks(config.test, kind, features, config, ranks)
         chosen = (torch.cat([train, test]), valid, torch.arange(len(tested.sizes)))
-    with together("open_source"):
+    with raise_together("open_source"):
         parts = [
             Stream(x, which, features=features, ids=config.ids, batch=config.batch, seed=seed)
             for x, which in zip((blocks, blocks, tested), chosen, strict=True)
@@ -57,12 +57,12 @@ def open_streams(config: DataConfig, kind: str, features: Sequence[Feature], *, 
 
 def _open_blocks(source: str, kind: str, features: Sequence[Feature], config: DataConfig, ranks: Ranks) -> Blocks:
     paths: list[Path] = []
-    with together("open_source"):
+    with raise_together("open_source"):
         _, paths = find_files(source, kinds=FORMATS[kind], what="data.source")
-    check_alike(paths, source=source, what="data.source")
+    check_same_files(paths, source=source, what="data.source")
     if kind == "parquet":
-        with together("open_source"):
+        with raise_together("open_source"):
             return ParquetBlocks(paths, features, label=config.label, rows_per_block=config.block)
     index = index_lines(paths, lines_per_block=config.block, ranks=ranks)
-    with together("open_source"):
+    with raise_together("open_source"):
         return CriteoBlocks(paths, features, index=index)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.recommender.config import Config, OptimizerConfig
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.reading_ahead import read_ahead
@@ -14,35 +15,34 @@ from unisono_models.recommender.objective import Learner, make_learner
 from unisono_models.recommender.outcome import conclude
 from unisono_models.recommender.recipes import RECIPES
 from unisono_models.recommender.source import open_source
-from unisono_models.training.checkpoints import Checkpoints
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.parallel import dtype_of, parallelize, precision_of
-from unisono_models.training.randomness import key_of
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.run_directory import open_run
-from unisono_models.training.run_log import RunLog
-from unisono_models.training.schedule import is_due, part_of_rate
-from unisono_models.training.skipped import Skipped
-from unisono_models.training.stopping import Stopping
+from unisono_models.training.checkpoint.manager import Checkpoints
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.parallel import autocast_context, parallelize, parameter_dtype
+from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.randomness import derive_seed
+from unisono_models.training.run.log import RunLog
+from unisono_models.training.run.preemption import StopSignal
+from unisono_models.training.run.run_directory import open_run
+from unisono_models.training.schedule import is_due, learning_rate_factor
 
 
 def main(args: Sequence[str] | None = None) -> None:
     recipe, config = RECIPES.choose(args)
     timeout = config.run.timeout
-    with start_ranks(timeout=timeout) as ranks, Stopping() as stopping, Heartbeat(ranks, timeout=timeout) as heartbeat:
+    with start_ranks(timeout=timeout) as ranks, StopSignal() as stopping, Watchdog(ranks, timeout=timeout) as heartbeat:
         train(recipe, config, ranks, stopping, heartbeat)
 
 
-def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbeat: Heartbeat) -> None:
+def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heartbeat: Watchdog) -> None:
     """One run, from its data to its report."""
     if config.parallel.kind != "ddp":
         raise ValueError(f"parallel.kind={config.parallel.kind}: a recommender has ddp only: its plan spreads the tables")
     run = open_run(config, model="recommender", recipe=recipe, ranks=ranks)
-    seed, steps, dtype = config.run.seed, config.run.steps, dtype_of(config.parallel)
+    seed, steps, dtype = config.run.seed, config.run.steps, parameter_dtype(config.parallel)
     source = open_source(config.data, seed=seed, ranks=ranks)
     heartbeat.beat()
 
-    torch.manual_seed(key_of(seed, "weights"))  # the same weights on every rank
+    torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
     learner = make_learner(config, source, dtype=dtype, device=ranks.device)
     dense = list(learner.dense_parameters())
     model = parallelize(learner, config.parallel, ranks) if dense else learner  # DDP refuses to have nothing to do
@@ -54,7 +54,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
         meaning = source.fingerprint
         if first and state["data"] != meaning:
             raise ValueError(f"{config.data.source} is not what the run began with: its rows have other meanings now")
-        skipped = Skipped(before=state.get("skipped"), what="rows", place="line")
+        skipped = SkipReport(before=state.get("skipped"), what="rows", place="line")
         if not first and source.ratings is not None and ranks.first:  # every rank has read all of it
             skipped.count(source.ratings.read, source.ratings.skipped)
         skipped.check(config.data.max_broken)
@@ -72,7 +72,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                 if source.ratings is None:
                     skipped.add(batch)
                 rate = set_learning_rates(learner, optimizers, config, step)
-                with precision_of(config.parallel, ranks):
+                with autocast_context(config.parallel, ranks):
                     if step == first > 0 and dense:
                         rehearse(model, optimizers, batch, step)
                     losses = model(batch, step=step)
@@ -125,7 +125,7 @@ def make_optimizer(learner: Learner, config: OptimizerConfig) -> torch.optim.Ada
 
 def set_learning_rates(learner: Learner, optimizers: dict[str, torch.optim.AdamW], config: Config, step: int) -> float:
     """Those of `step`, for tables and the rest; the latter is returned."""
-    part = part_of_rate(step, config.run.steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
+    part = learning_rate_factor(step, config.run.steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
     tables = learner.tables.collection.optimizer
     assert tables is not None
     for optimizer, rate in [(tables, config.tables.lr), *((each, config.optimizer.lr) for each in optimizers.values())]:

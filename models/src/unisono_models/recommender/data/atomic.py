@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import SkippedSample
 
 TYPES = ("token", "token_seq", "float", "float_seq")
 
@@ -29,7 +29,7 @@ class Table:
     """Of each row, for messages: the header is line 1."""
     names: tuple[str, ...]
     """Of all columns of the file, read or not."""
-    skipped: list[Skip] = field(default_factory=list)
+    skipped: list[SkippedSample] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -46,7 +46,7 @@ class Table:
             return self
         gone = dict(zip(bad, errors, strict=True))
         kept = [row for row in range(len(self)) if row not in gone]
-        skips = [Skip(self.lines[row], self.path.name, reason, error) for row, error in gone.items()]
+        skips = [SkippedSample(self.lines[row], self.path.name, reason, error) for row, error in gone.items()]
         columns = {name: Column(x.type, [x.values[row] for row in kept]) for name, x in self.columns.items()}
         return replace(self, columns=columns, lines=[self.lines[row] for row in kept], skipped=self.skipped + skips)
 
@@ -68,7 +68,7 @@ def read_atomic(path: Path, columns: Collection[str] | None = None) -> Table:
             if len(parts) != len(names):
                 if parts != [""]:  # an empty line is no row
                     error = f"{len(parts)} fields instead of {len(names)}"
-                    skipped.append(Skip(number, path.name, "another number of fields", error))
+                    skipped.append(SkippedSample(number, path.name, "another number of fields", error))
                 continue
             for values, place in zip(fields, wanted, strict=True):
                 values.append(parts[place])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.embedding import Ragged
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import SkippedSample
 
 Ids: TypeAlias = Tensor | Ragged
 
@@ -27,7 +27,7 @@ class Batch:
     """float32 (rows,), 0 or 1."""
     index: Tensor
     """int64 (rows,): the place in the whole data, which randomness goes by."""
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
     """Those left out."""
 
     def __len__(self) -> int:

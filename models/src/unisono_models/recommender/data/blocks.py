@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from unisono.embedding import Ragged
+from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.features import Feature
-from unisono_models.training.randomness import generator
-from unisono_models.training.skipped import Skip
+from unisono_models.training.randomness import make_generator
 
 
 class Blocks(Protocol):
@@ -105,7 +105,7 @@ class BlockOrder:
         last = self._last
         if last is None or last[0] != epoch:
             count = len(self._sizes)
-            random = generator(self._seed, "order", epoch)
+            random = make_generator(self._seed, "order", epoch)
             blocks = torch.randperm(count, generator=random) if self._shuffle else torch.arange(count)
             if self._shuffle and self._groups is not None and count:
                 places = torch.randperm(int(self._groups.max()) + 1, generator=random)
@@ -128,7 +128,7 @@ def share(rows: int, rank: int, size: int) -> tuple[int, int]:
     return start, start + each + (rank < more)
 
 
-def empty_batch(features: Sequence[Feature], *, skipped: Sequence[Skip] = ()) -> Batch:
+def empty_batch(features: Sequence[Feature], *, skipped: Sequence[SkippedSample] = ()) -> Batch:
     """No rows, of these features.
 
     Example:

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.batch import Batch, Ids
 from unisono_models.recommender.data.criteo_lines import HEXES, INTEGERS, parse_lines
 from unisono_models.recommender.data.line_index import LineIndex
 from unisono_models.recommender.features import Feature
-from unisono_models.training.skipped import Skip
 
 INTEGER_COLUMNS = tuple(f"I{number}" for number in range(1, INTEGERS + 1))
 HEX_COLUMNS = tuple(f"C{number}" for number in range(1, HEXES + 1))
@@ -87,5 +87,7 @@ class CriteoBlocks:
             numbers=torch.from_numpy(np.ascontiguousarray(numbers)),
             labels=torch.from_numpy(fields.labels.astype(np.float32)),
             index=torch.from_numpy(np.flatnonzero(fields.good) + (self._index.lines_before(block) + start)),
-            skipped=tuple(Skip(place.line + start + number + 1, name, reason, error) for number, reason, error in fields.bad),
+            skipped=tuple(
+                SkippedSample(place.line + start + number + 1, name, reason, error) for number, reason, error in fields.bad
+            ),
         )

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unisono.collectives import all_gather
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
+from unisono_models.datasets.file_patterns import PACKED, check_same_files
 from unisono_models.recommender.data.blocks import share
-from unisono_models.training.file_patterns import PACKED, check_alike
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import raise_together
 
 _CHUNK = 1 << 20
 _SEGMENT = 1 << 26
@@ -80,14 +80,14 @@ def index_lines(paths: Sequence[Path], *, lines_per_block: int = 512, ranks: Ran
     paths = [Path(path) for path in paths]
     if lines_per_block < 1:
         raise ValueError(f"index_lines: lines_per_block={lines_per_block} must be at least 1")
-    with together("index_lines"):
+    with raise_together("index_lines"):
         if packed := [str(path) for path in paths if path.suffix.lower() in PACKED]:
             raise ValueError(
                 f"index_lines: {packed[0]}: a compressed file cannot be read from any line: unpack it, or convert it to parquet"
             )
-    me = ranks or resolve(None)
-    check_alike(paths, source=paths, what="index_lines")
-    with together("index_lines"):
+    me = ranks or resolve_group(None)
+    check_same_files(paths, source=paths, what="index_lines")
+    with raise_together("index_lines"):
         sizes = [path.stat().st_size for path in paths]
         segments = [
             (file, start, min(start + _SEGMENT, size)) for file, size in enumerate(sizes) for start in range(0, size, _SEGMENT)

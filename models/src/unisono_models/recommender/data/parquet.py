@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unisono_models.datasets.parquet import open_parquet
+from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.batch import Batch, Ids, take_ids
 from unisono_models.recommender.data.blocks import empty_batch
 from unisono_models.recommender.data.parquet_columns import is_bags, is_ids, is_numbers, read_bags, read_ids, read_numbers
 from unisono_models.recommender.features import Feature
-from unisono_models.training.parquet_file import open_parquet
-from unisono_models.training.skipped import Skip
 
 _OPEN_FILES = 16
 _CACHE_BYTES = 256 * 2**20
@@ -90,7 +90,7 @@ class ParquetBlocks:
             whole = self._columns(number, group)
         except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
             message = ascii(str(error)[:160])
-            damaged = (Skip(line + row, name, "damaged row group", message) for row in range(count))
+            damaged = (SkippedSample(line + row, name, "damaged row group", message) for row in range(count))
             return empty_batch(self._features, skipped=tuple(damaged))
         columns = {key: column.slice(first + start, count) for key, column in whole.items()}
         numbers, labels, bad = self._check(columns, count)
@@ -107,7 +107,7 @@ class ParquetBlocks:
             numbers=numbers[keep],
             labels=labels[keep],
             index=keep + (int(self._rows[block]) + start),
-            skipped=tuple(Skip(line + row, name, *bad[row]) for row in sorted(bad)),
+            skipped=tuple(SkippedSample(line + row, name, *bad[row]) for row in sorted(bad)),
         )
 
     def _check(self, columns: dict[str, Any], count: int) -> tuple[Tensor, Tensor, dict[int, tuple[str, str]]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.ratings import Ratings
-from unisono_models.training.order import SampleOrder
+from unisono_models.training.sampler import StepSampler
 
 
 class Part(Protocol):
@@ -38,7 +38,7 @@ class MemoryPart:
 
     def __init__(self, ratings: Ratings, numbers: Tensor, *, batch: int, seed: int) -> None:
         self.ratings, self.numbers = ratings, numbers
-        self._order = SampleOrder(len(numbers), batch, seed) if len(numbers) else None
+        self._order = StepSampler(len(numbers), batch, seed) if len(numbers) else None
 
     @property
     def rows(self) -> int:

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from unisono.embedding import Ragged
+from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.atomic import Column, Table, read_atomic
 from unisono_models.recommender.data.batch import Ids
 from unisono_models.recommender.data.ratings import Ratings, Side
 from unisono_models.recommender.data.vocabulary import Vocabulary
 from unisono_models.recommender.features import Feature, Kind
-from unisono_models.training.skipped import Skip
 
 KINDS: dict[str, Kind] = {"token": "id", "token_seq": "ids", "float": "number"}
 _LARGEST = torch.finfo(torch.float32).max
@@ -120,7 +120,7 @@ def _by_row(table: Table, key: str, vocabulary: Vocabulary) -> Table:
     for place, name in enumerate(keys):
         first.setdefault(name, place)
     again = [place for place, name in enumerate(keys) if first[name] != place]
-    skipped = [*table.skipped, *(Skip(table.lines[k], table.path.name, "seen before", repr(keys[k])) for k in again)]
+    skipped = [*table.skipped, *(SkippedSample(table.lines[k], table.path.name, "seen before", repr(keys[k])) for k in again)]
     places = [first.get(vocabulary.value(row)) if row else None for row in range(len(vocabulary))]
     columns = {
         name: Column(x.type, [x.values[k] if k is not None else "" for k in places])

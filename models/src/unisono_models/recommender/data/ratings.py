@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from unisono.embedding import Ragged
+from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.batch import Batch, Ids, take_ids
 from unisono_models.recommender.data.vocabulary import Vocabulary
 from unisono_models.recommender.features import Feature
-from unisono_models.training.skipped import Skip
 
 Side = str  # "inter", "user" or "item"
 
@@ -39,7 +39,7 @@ class Ratings:
     item: str
     read: int
     """Rows that were read, bad ones included, before any was dropped."""
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
 
     def __len__(self) -> int:
         return len(self.users)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono_models.training.randomness import generator
+from unisono_models.training.randomness import make_generator
 
 
 class Parts(NamedTuple):
@@ -36,7 +36,7 @@ def split_groups(groups: Tensor, parts: Sequence[float], *, seed: int) -> Parts:
     one, the last part's first, as long as more than one is left to the first.
     """
     check_parts(parts)
-    keys = torch.rand(len(groups), generator=generator(seed, "split"), dtype=torch.float64)
+    keys = torch.rand(len(groups), generator=make_generator(seed, "split"), dtype=torch.float64)
     order = keys.argsort()
     order = order[groups[order].argsort(stable=True)]
     _, counts = groups[order].unique_consecutive(return_counts=True)

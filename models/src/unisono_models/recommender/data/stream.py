@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from unisono.embedding import Ragged
-from unisono.embedding.vocabulary.hash_table import mix
+from unisono.embedding.hashing import splitmix64
 from unisono_models.recommender.data.batch import Batch, Ids
 from unisono_models.recommender.data.blocks import BlockOrder, Blocks, empty_batch, share
 from unisono_models.recommender.features import Feature
-from unisono_models.training.randomness import generator
+from unisono_models.training.randomness import make_generator
 
 RowsOf = Literal["hashed", "mapped"]
 
@@ -113,7 +113,7 @@ def hash_ids(ids: Ids, *, rows: int) -> Ids:
 
 
 def _hash(ids: Tensor, rows: int) -> Tensor:
-    return torch.where(ids == -1, 0, 1 + mix(ids) % (rows - 1))
+    return torch.where(ids == -1, 0, 1 + splitmix64(ids) % (rows - 1))
 
 
 def hold_out(blocks: Blocks, part: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +134,7 @@ def hold_out(blocks: Blocks, part: float, seed: int) -> tuple[Tensor, Tensor, Te
     if blocks.groups is not None:
         groups, of_block = blocks.groups[filled].unique(return_inverse=True)
         unit = of_block if part * len(groups) >= 1 else unit
-    place = torch.randperm(int(unit.max()) + 1 if len(unit) else 0, generator=generator(seed, "hold out"))[unit]
+    place = torch.randperm(int(unit.max()) + 1 if len(unit) else 0, generator=make_generator(seed, "hold out"))[unit]
     ends = torch.zeros(len(place.unique()), dtype=torch.int64).index_add_(0, place, blocks.sizes[filled]).cumsum(0)
     rows = int(ends[-1]) if len(ends) else 0
     target = max(1, round(part * rows))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from unisono.collectives import Group, all_gather, all_to_all_single, exchange_sizes
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono_models.recommender.metrics.agreement import settle
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -98,7 +98,7 @@ def _complaint(name: str, scores: object, labels: object) -> str:
 def _area(scores: Tensor, labels: Tensor, group: Group) -> float:
     clicked = labels == 1
     values, counts = _tally(scores, torch.stack([clicked, ~clicked], 1).long())
-    if resolve(group).size > 1:
+    if resolve_group(group).size > 1:
         _, counts = _tally(*_send_to_ranges(values, counts, group))
     ones, zeros = counts.unbind(1)
     twice_below = 2 * zeros.cumsum(0) - zeros  # a zero of the same score is below by half
@@ -121,7 +121,7 @@ def _tally(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 def _send_to_ranges(values: Tensor, counts: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Those of all ranks that are in this rank's range; ranges ascend with the rank. `values` are distinct and ascend."""
-    ranks = resolve(group)
+    ranks = resolve_group(group)
     sizes = exchange_sizes(values, group=group)
     step = -(-sum(sizes) // (ranks.size * _SAMPLES))
     # Every sample stands for as many scores, whosever they are: a rank with most of the rows has most of the samples.
