@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.collectives.one_process import group_named
 from unisono import contrastive
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono.contrastive import reference
 
 SPLITS = {1: (9,), 2: (6, 3), 3: (5, 0, 4), 4: (3, 0, 5, 1)}  # rows of each rank
@@ -128,7 +128,7 @@ def matches_one_process(
     group, members = group_named(group_name)
     if not members:
         return
-    sizes, rank = sizes or SPLITS[len(members)], resolve(group).rank
+    sizes, rank = sizes or SPLITS[len(members)], resolve_group(group).rank
     assert members[rank] == dist.get_rank()
     batch = differentiable(whole(sum(sizes), scale))
     expected = case(batch, case.reference)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from unisono.collectives import Group, all_reduce, global_mean
-from unisono.collectives.checking import describe
+from unisono.collectives.checks import describe
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.logit_statistics import logit_statistics
 from unisono.contrastive.tiled.tiles import Logits, LogSumExp, TilePlan

@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from unisono.collectives import Group
-from unisono.collectives.agreement import agree
-from unisono.collectives.checking import user_frame
-from unisono.collectives.groups import Ranks, resolve
+from unisono.collectives.checks import user_frame, validate_across_ranks
+from unisono.collectives.groups import GroupRanks, resolve_group
 
 Encoder: TypeAlias = Callable[[Any], Tensor]
 _FSDP_SYNC = "set_requires_gradient_sync"  # FSDP2 modules are found by this method: importing FSDP takes seconds
@@ -74,7 +73,7 @@ def cached_backward(
         >>> towers[0].weight.grad.shape
         torch.Size([4, 8])
     """
-    ranks = resolve(group)
+    ranks = resolve_group(group)
     synced = _synced_modules([*encoders, *modules])
     towers = _build_towers(encoders, batches, micro_batch, synced, ranks)
     with _no_sync(synced):
@@ -134,7 +133,11 @@ class _Tower:
 
 
 def _build_towers(
-    encoders: Sequence[Encoder], batches: Sequence[Any], micro_batch: int | Sequence[int], synced: list[nn.Module], ranks: Ranks
+    encoders: Sequence[Encoder],
+    batches: Sequence[Any],
+    micro_batch: int | Sequence[int],
+    synced: list[nn.Module],
+    ranks: GroupRanks,
 ) -> list[_Tower]:
     """Validate the arguments on all ranks together, and give all ranks the same number of micro-batches."""
     steps = list(micro_batch) if isinstance(micro_batch, Sequence) else [micro_batch] * len(encoders)
@@ -142,7 +145,7 @@ def _build_towers(
     lengths = [sorted({len(x) for x in batch if x.ndim}) for batch in tensors]
     problem = _arguments_error(len(encoders), lengths, steps, synced)
     rows = [] if problem else [length for (length,) in lengths]
-    table = agree(
+    table = validate_across_ranks(
         "cached_backward",
         ranks,
         same=("cached_backward", len(encoders)),

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group, all_gather, all_to_all_single
-from unisono.collectives.checking import describe
-from unisono.collectives.groups import Ranks, process_group, resolve
-from unisono.collectives.options import one_of
-from unisono.collectives.sizes import balanced, exchange, lengths_of
+from unisono.collectives.checks import describe, validate_choice
+from unisono.collectives.groups import GroupRanks, process_group, resolve_group
+from unisono.collectives.sizes import all_gather_metadata, even_sizes, metadata_lengths
 
 Placement = Literal["sharded", "replicated"]
 
@@ -53,7 +52,7 @@ class NegativeQueue(nn.Module):
         group: Group = None,
     ) -> None:
         super().__init__()
-        one_of("NegativeQueue", "placement", placement, ("sharded", "replicated"))
+        validate_choice("NegativeQueue", "placement", placement, ("sharded", "replicated"))
         for name, value in (("size", size), ("width", width)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"NegativeQueue: {name}={value!r} must be a positive integer")
@@ -74,10 +73,10 @@ class NegativeQueue(nn.Module):
 
         ids: one integer per key; required if the queue was made with with_ids=True.
         """
-        ranks = resolve(self.group)
+        ranks = resolve_group(self.group)
         problem = self._inputs_error(keys, ids) or self._allocate(ranks)
         same = f"{self.extra_repr()}, {self._count} so far"
-        sizes = lengths_of(exchange("NegativeQueue.enqueue", keys, 0, ranks, same=same, problem=problem))
+        sizes = metadata_lengths(all_gather_metadata("NegativeQueue.enqueue", keys, 0, ranks, same=same, problem=problem))
         dropped = max(0, sum(sizes) - self.size)  # the first keys of a batch that is larger than the queue
         kept = [min(max(end - dropped, 0), rows) for rows, end in zip(sizes, accumulate(sizes), strict=True)]
         slots = (self._count + dropped + torch.arange(sum(kept), device="cpu")) % self.size
@@ -164,11 +163,11 @@ class NegativeQueue(nn.Module):
         devices = {str(x.device) for x in (keys, ids, *self._stored.values()) if isinstance(x, Tensor)}
         return f"keys, ids and the queue are on {sorted(devices)}; move the queue with .to()" if len(devices) > 1 else ""
 
-    def _slots_per_rank(self, ranks: Ranks) -> int:
+    def _slots_per_rank(self, ranks: GroupRanks) -> int:
         """The number of slots of each rank of a sharded queue; the last ranks may have fewer, as in a DTensor."""
         return -(-self.size // ranks.size)
 
-    def _allocate(self, ranks: Ranks) -> str:
+    def _allocate(self, ranks: GroupRanks) -> str:
         """Allocate this rank's slots, now that the ranks are known. Return an error message, or ""."""
         slots = range(self.size)
         if self.placement == "sharded":
@@ -184,8 +183,8 @@ class NegativeQueue(nn.Module):
         self._slots = slots
         return ""
 
-    def _resolve_ranks(self) -> Ranks:
-        ranks = resolve(self.group)
+    def _resolve_ranks(self) -> GroupRanks:
+        ranks = resolve_group(self.group)
         if problem := self._allocate(ranks):
             raise ValueError(f"NegativeQueue: {problem}")
         return ranks
@@ -194,10 +193,10 @@ class NegativeQueue(nn.Module):
         ranks = self._resolve_ranks()
         filled = self._stored[name][: max(0, len(self) - self._slots.start)]
         if self.placement == "replicated":
-            filled = filled.split_with_sizes(balanced(len(self), ranks.size))[ranks.rank]
+            filled = filled.split_with_sizes(even_sizes(len(self), ranks.size))[ranks.rank]
         return filled.clone()
 
-    def _send_to_owners(self, x: Tensor, slots: Tensor, sizes: Sequence[int], ranks: Ranks) -> Tensor:
+    def _send_to_owners(self, x: Tensor, slots: Tensor, sizes: Sequence[int], ranks: GroupRanks) -> Tensor:
         """Return the rows of all ranks' `x` that this rank stores. `slots`: of all these rows; `sizes`: rows per rank."""
         if self.placement == "replicated":
             return all_gather(x, sizes=sizes, group=self.group)

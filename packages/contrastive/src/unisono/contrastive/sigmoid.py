@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_reduce
-from unisono.collectives.reductions import count_once
+from unisono.collectives.functional.reduce import scale_loss_gradient
 from unisono.contrastive.clip import GradReduce, SameId
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.sigmoid_sum import sigmoid_sum
@@ -65,5 +65,5 @@ def sigmoid_loss(
     wide = statistics_dtype(x.device)
     local_count = x.new_full((), x.shape[0], dtype=wide) if weights is None else weights.sum(dtype=wide)
     sums = all_reduce(torch.stack([local_sum, local_count]), group=group)
-    loss = count_once(sums[0] / sums[1], grad_reduce, group)
+    loss = scale_loss_gradient(sums[0] / sums[1], grad_reduce, group)
     return loss.to(torch.promote_types(inputs.x.dtype, torch.float32))

@@ -9,7 +9,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from unisono.collectives import Group, global_mean
-from unisono.collectives.checking import describe
+from unisono.collectives.checks import describe
 from unisono.contrastive.clip import GradReduce
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.logit_statistics import logit_statistics

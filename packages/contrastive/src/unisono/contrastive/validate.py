@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_reduce, average_gradient
-from unisono.collectives.checking import checking, describe
-from unisono.collectives.groups import resolve
-from unisono.collectives.sizes import exchange, join_graph, lengths_of, refuse, size_complaint
+from unisono.collectives.checks import checks_enabled, describe
+from unisono.collectives.groups import resolve_group
+from unisono.collectives.sizes import all_gather_metadata, join_graph, metadata_lengths, raise_local_error, sizes_error
 from unisono.contrastive.tiled.tiles import statistics_dtype
 
 _CHOICES = {
@@ -66,16 +66,16 @@ def validate_inputs(
     `options`: the other arguments of the caller. They must be the same on all ranks, except `logits`. `problem`: an error that
     the caller has found, or "". `names`: how the caller's own arguments for scale and ids are called.
     """
-    ranks = resolve(group)
+    ranks = resolve_group(group)
     same = ", ".join(f"{name}={value}" for name, value in options.items() if name != "logits")
     same += f", ids={ids is not None}, negatives={negatives is not None}"
     same += f", a gradient for {names[0]}: {isinstance(scale, Tensor) and scale.requires_grad}"
     problem = _options_error(options) or problem
     problem = problem or _tensors_error(x, y, ids, weights, negatives, names[1]) or _scale_error(scale, names[0])
-    problem = problem or size_complaint("sizes", sizes, ranks)
+    problem = problem or sizes_error("sizes", sizes, ranks)
     if not problem and sizes is not None and sizes[ranks.rank] != x.shape[0]:
         problem = f"sizes={tuple(sizes)} expects {sizes[ranks.rank]} rows on this rank, but x has shape {tuple(x.shape)}"
-    if not problem and checking():
+    if not problem and checks_enabled():
         problem = _finite_error({"x": x, "y": y, "weights": weights})
         same += f", scale={float(scale.detach() if isinstance(scale, Tensor) else scale)!r}"
     if problem:
@@ -86,12 +86,12 @@ def validate_inputs(
         ids = None if ids is None else ids.to(torch.int64)
         columns = y if negatives is None else torch.cat([y, negatives.to(dtype).detach()])
     paired = negatives is None
-    if not torch.compiler.is_compiling() and (sizes is None or not paired or checking()):
+    if not torch.compiler.is_compiling() and (sizes is None or not paired or checks_enabled()):
         wants_grad = not problem and x.requires_grad and torch.is_grad_enabled()
-        table = exchange(function, columns, 0, ranks, extra=[int(wants_grad)], same=same, problem=problem)
+        table = all_gather_metadata(function, columns, 0, ranks, extra=[int(wants_grad)], same=same, problem=problem)
         x = join_graph(x, [[0, wanted] for _, _, wanted in table])
-        return LossInputs(x, join_graph(columns, table), ids, lengths_of(table), paired)
-    refuse(function, problem, ranks)
+        return LossInputs(x, join_graph(columns, table), ids, metadata_lengths(table), paired)
+    raise_local_error(function, problem, ranks)
     known_sizes = tuple(sizes) if sizes is not None and paired else None
     return LossInputs(x, columns, ids, known_sizes, paired)
 
@@ -157,7 +157,7 @@ def _tensors_error(x: object, y: object, ids: object, weights: object, negatives
 def _scale_error(scale: object, name: str) -> str:
     if problem := number_error(scale, name):
         return problem
-    if isinstance(scale, Tensor) and (torch.compiler.is_compiling() or (scale.device.type != "cpu" and not checking())):
+    if isinstance(scale, Tensor) and (torch.compiler.is_compiling() or (scale.device.type != "cpu" and not checks_enabled())):
         return ""  # reading a value from a GPU would make the host wait
     value = float(scale.detach() if isinstance(scale, Tensor) else scale)  # type: ignore[arg-type]
     hint = " (a temperature t is a scale of 1 / t)" if name == "scale" else ""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, Ring, all_gather, all_to_all_single, reduce_scatter
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 
 Exchange = Literal["auto", "gather", "ring"]
 Combine: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -48,7 +48,7 @@ class GatheredColumns:
         self._combine: Combine = torch.add
 
     def __iter__(self) -> Iterator[tuple[int | None, list[Tensor]]]:
-        yield sum(self.sizes[: resolve(self.group).rank]), self.tensors
+        yield sum(self.sizes[: resolve_group(self.group).rank]), self.tensors
 
     def add(self, partial: Tensor, combine: Combine = torch.add) -> None:
         self._partial = partial
@@ -61,7 +61,7 @@ class GatheredColumns:
         self._partial = None
         if self._combine is torch.add:
             return reduce_scatter(partial, sizes=self.sizes, group=self.group)
-        ranks = resolve(self.group)
+        ranks = resolve_group(self.group)
         own = self.sizes[ranks.rank]
         partials = all_to_all_single(partial, send_sizes=self.sizes, receive_sizes=(own,) * ranks.size, group=self.group)
         return reduce(self._combine, partials.split_with_sizes([own] * ranks.size))

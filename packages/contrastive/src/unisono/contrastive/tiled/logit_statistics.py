@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._library.effects import EffectType
 
 from unisono.collectives import Group, all_gather, all_to_all_single
-from unisono.collectives.groups import Ranks, group_of, resolve
-from unisono.collectives.sizes import exchange, lengths_of
+from unisono.collectives.groups import GroupRanks, as_group, resolve_group
+from unisono.collectives.sizes import all_gather_metadata, metadata_lengths
 from unisono.contrastive.tiled.columns import Columns, Combine, GatheredColumns, exchange_columns, resolve_exchange
 from unisono.contrastive.tiled.tiles import (
     Ids,
@@ -59,7 +59,9 @@ def logit_statistics(
     if torch.compiler.is_compiling():
         row_ids, column_ids = ids if ids else (None, None)
         encoded = _encode(plan)
-        results = _forward_op(x, y, scale, row_ids, column_ids, encoded, plan.excluded_diagonals, sizes or (), *resolve(group))
+        results = _forward_op(
+            x, y, scale, row_ids, column_ids, encoded, plan.excluded_diagonals, sizes or (), *resolve_group(group)
+        )
         return LogitStatistics(*results[:3])
     assert sizes is not None
     return LogitStatistics(*_LogitStatisticsFunction.apply(x, y, scale, ids, plan, tuple(sizes), group))
@@ -253,7 +255,7 @@ def _statistics_of_all_logits(
     if ids is not None:
         same = (ids[0].unsqueeze(1) == all_gather(ids[1], sizes=sizes, group=group)) & takes_part
     by_row, by_column = [], []
-    own = (y.shape[0],) * resolve(group).size
+    own = (y.shape[0],) * resolve_group(group).size
     for entry in plan.log_sum_exps:
         selected = _select(logits.masked_fill(~takes_part, -torch.inf), entry, same)
         by_row.append(_log_sum_exp(selected, 1))
@@ -299,11 +301,11 @@ def _forward_op(
     rank: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ranks = Ranks(group, rank, size)
+    ranks = GroupRanks(group, rank, size)
     if not sizes:
-        sizes = lengths_of(exchange("logit_statistics", y, 0, ranks, same=encoded_plan))
+        sizes = metadata_lengths(all_gather_metadata("logit_statistics", y, 0, ranks, same=encoded_plan))
     plan = _decode(encoded_plan, excluded_diagonals)
-    result, _ = forward(x, y, scale, _join(row_ids, column_ids), plan, sizes, group_of(ranks))
+    result, _ = forward(x, y, scale, _join(row_ids, column_ids), plan, sizes, as_group(ranks))
     return *result, torch.tensor(sizes, device="cpu")
 
 
@@ -348,7 +350,7 @@ def _backward_op(
         SavedForBackward([], []),
         _decode(encoded_plan, excluded_diagonals),
         sizes.tolist(),
-        group_of(Ranks(group, rank, size)),
+        as_group(GroupRanks(group, rank, size)),
     )
     assert dy is not None
     return dx, dy, dscale.to(scale.dtype)

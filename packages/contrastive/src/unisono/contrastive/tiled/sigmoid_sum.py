@@ -16,8 +16,8 @@ from torch._library.effects import EffectType
 from torch.nn.functional import logsigmoid
 
 from unisono.collectives import Group, all_gather
-from unisono.collectives.groups import Ranks, group_of, resolve
-from unisono.collectives.sizes import exchange, lengths_of
+from unisono.collectives.groups import GroupRanks, as_group, resolve_group
+from unisono.collectives.sizes import all_gather_metadata, metadata_lengths
 from unisono.contrastive.tiled.columns import exchange_columns, resolve_exchange
 from unisono.contrastive.tiled.tiles import TileIterator, TilePlan, all_logits, statistics_dtype, without_autocast
 
@@ -61,7 +61,7 @@ def sigmoid_sum(
     if torch.compiler.is_compiling():
         needs_grad = torch.is_grad_enabled()
         options = plan.exchange, plan.tile or 0, sizes or ()
-        results = _op(x, y, scale, bias, weights, ids, masked, needs_grad, *options, *resolve(group))
+        results = _op(x, y, scale, bias, weights, ids, masked, needs_grad, *options, *resolve_group(group))
         compiled_total: Tensor = results[0]
         return compiled_total
     assert sizes is not None
@@ -212,11 +212,11 @@ def _op(
     rank: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ranks = Ranks(group, rank, size)
+    ranks = GroupRanks(group, rank, size)
     if not sizes:
-        sizes = lengths_of(exchange("sigmoid_loss", y, 0, ranks, same=f"{masked}, {exchange_method}, {tile}"))
+        sizes = metadata_lengths(all_gather_metadata("sigmoid_loss", y, 0, ranks, same=f"{masked}, {exchange_method}, {tile}"))
     plan = TilePlan(same_id_sums=ids is not None, exchange=exchange_method, tile=tile or None)  # type: ignore[arg-type]
-    options = SumOptions(masked, plan, tuple(sizes), group_of(ranks))
+    options = SumOptions(masked, plan, tuple(sizes), as_group(ranks))
     return compute(x, y, scale, bias, weights, ids, options, needs_grad)
 
 

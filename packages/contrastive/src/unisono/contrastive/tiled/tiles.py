@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_gather
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono.contrastive.tiled.columns import Exchange
 
 Logits = Literal["auto", "keep", "recompute"]
@@ -234,7 +234,7 @@ def all_logits(
     wide = statistics_dtype(x.device)
     logits = scale.to(wide) * (x.to(wide) @ all_gather(y.to(wide), sizes=sizes, group=group).T)
     takes_part = torch.ones_like(logits, dtype=torch.bool)
-    start = sum(sizes[: resolve(group).rank])
+    start = sum(sizes[: resolve_group(group).rank])
     own = Span(start, start + y.shape[0])
     fill_diagonals(takes_part, Span(0, x.shape[0]), Span(0, sum(sizes)), own, excluded_diagonals, False)
     return logits, takes_part
