@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.embedding import Ragged
-from unisono.embedding.vocabulary.hash_table import mix
+from unisono.embedding.hashing import splitmix64
 from unisono_models.recommender.data.batch import Batch, Ids, empty_batch
 from unisono_models.recommender.data.features import Feature
 from unisono_models.training.randomness import make_generator
@@ -226,4 +226,4 @@ def hash_ids(ids: Ids, *, rows: int) -> Ids:
 
 
 def _hash(ids: Tensor, rows: int) -> Tensor:
-    return torch.where(ids == -1, 0, 1 + mix(ids) % (rows - 1))
+    return torch.where(ids == -1, 0, 1 + splitmix64(ids) % (rows - 1))
