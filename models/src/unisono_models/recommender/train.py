@@ -9,12 +9,11 @@ import torch
 from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.recommender.config import Config, OptimizerConfig
 from unisono_models.recommender.data.batch import Batch
-from unisono_models.recommender.data.reading_ahead import read_ahead
-from unisono_models.recommender.evaluation import Evaluator
-from unisono_models.recommender.objective import Learner, make_learner
-from unisono_models.recommender.outcome import conclude
+from unisono_models.recommender.data.dataset import build_datasets, prefetch
+from unisono_models.recommender.evaluate import Evaluator
+from unisono_models.recommender.loss import TrainingModule, build_training_module
 from unisono_models.recommender.recipes import RECIPES
-from unisono_models.recommender.source import open_source
+from unisono_models.recommender.report import write_run_report
 from unisono_models.training.checkpoint.manager import Checkpoints
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 from unisono_models.training.distributed.parallel import autocast_context, parallelize, parameter_dtype
@@ -39,11 +38,11 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heart
         raise ValueError(f"parallel.kind={config.parallel.kind}: a recommender has ddp only: its plan spreads the tables")
     run = open_run(config, model="recommender", recipe=recipe, ranks=ranks)
     seed, steps, dtype = config.run.seed, config.run.steps, parameter_dtype(config.parallel)
-    source = open_source(config.data, seed=seed, ranks=ranks)
+    source = build_datasets(config.data, seed=seed, ranks=ranks)
     heartbeat.beat()
 
     torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
-    learner = make_learner(config, source, dtype=dtype, device=ranks.device)
+    learner = build_training_module(config, source, dtype=dtype, device=ranks.device)
     dense = list(learner.dense_parameters())
     model = parallelize(learner, config.parallel, ranks) if dense else learner  # DDP refuses to have nothing to do
     optimizers = {"dense": make_optimizer(learner, config.optimizer)} if dense else {}
@@ -59,7 +58,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heart
             skipped.count(source.ratings.read, source.ratings.skipped)
         skipped.check(config.data.max_broken)
         last, figures = steps if config.run.stop_after is None else min(steps, config.run.stop_after), None
-        shares = read_ahead(lambda step: source.train.batch(step, ranks.rank, ranks.size).to(ranks.device, dtype), first, last)
+        shares = prefetch(lambda step: source.train.batch(step, ranks.rank, ranks.size).to(ranks.device, dtype), first, last)
         with RunLog(run, ranks, steps=steps, first_step=first, log_every=config.run.log_every) as log:
             done = first
             log.say(f"{run.path}: {source.train.rows:,} rows, {steps:,} steps of {config.data.batch:,} on {ranks.size} ranks")
@@ -110,10 +109,10 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heart
                 log.evaluation(steps - 1, figures)
             tested = evaluator("test")  # once, at the end: nothing is chosen by it
             log.evaluation(steps - 1, tested)
-        conclude(run, config, evaluator, {**figures, **tested}, skipped)
+        write_run_report(run, config, evaluator, {**figures, **tested}, skipped)
 
 
-def make_optimizer(learner: Learner, config: OptimizerConfig) -> torch.optim.AdamW:
+def make_optimizer(learner: TrainingModule, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW on all that is not in a table. No weight decay for vectors and scalars."""
     dense = list(learner.dense_parameters())
     groups = [
@@ -123,7 +122,7 @@ def make_optimizer(learner: Learner, config: OptimizerConfig) -> torch.optim.Ada
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=(config.beta1, config.beta2))
 
 
-def set_learning_rates(learner: Learner, optimizers: dict[str, torch.optim.AdamW], config: Config, step: int) -> float:
+def set_learning_rates(learner: TrainingModule, optimizers: dict[str, torch.optim.AdamW], config: Config, step: int) -> float:
     """Those of `step`, for tables and the rest; the latter is returned."""
     part = learning_rate_factor(step, config.run.steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
     tables = learner.tables.collection.optimizer
