@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.without_curves import without_curves
+from tests.training.skip_plots import skip_plots
+from unisono_models.gan.commands.evaluate import main as evaluate
+from unisono_models.gan.commands.sample import main as sample
 from unisono_models.gan.config import LossConfig
-from unisono_models.gan.evaluate import main as evaluate
 from unisono_models.gan.recipes import RECIPES
-from unisono_models.gan.sample import main as sample
 from unisono_models.gan.train import gamma_of, main
-from unisono_models.training.comparison import compare_runs
-from unisono_models.training.randomness import key_of
+from unisono_models.training.randomness import derive_seed
+from unisono_models.training.run.compare import compare_runs
 
 SHORT = ["--run.steps", "12", "--run.evaluate-every", "6", "--checkpoint.every", "0", "--evaluation.pictures-every", "4"]
 SHORT += ["--evaluation.judge-steps", "10", "--evaluation.samples", "60", "--data.batch", "21"]
@@ -21,12 +21,12 @@ EXACT = ["--precision", "float64", "--loss.matching", "0.5", "--loss.contrast", 
 
 
 def train_and_draw(directory, *args):
-    torch.manual_seed(key_of(0, str(directory)) % 2**31)  # the state of the generator must not matter
+    torch.manual_seed(derive_seed(0, str(directory)) % 2**31)  # the state of the generator must not matter
     main(["tiny", "--run.dir", str(directory), *SHORT, *args])
 
 
 def train(directory, *args):
-    with without_curves():
+    with skip_plots():
         train_and_draw(directory, *args)
 
 
@@ -171,12 +171,12 @@ def test_too_few_pictures_are_refused_before_training(tmp_path):
 @pytest.mark.parametrize("name", list(RECIPES.recipes))
 def test_recipes_fit_their_pictures(name):
     """Networks of every recipe can be made; the smallest batch goes through them."""
-    from unisono_models.gan.game.objective import Game
+    from unisono_models.gan.loss import GAN
 
     config = RECIPES[name]
     channels = 3 if config.data.colour else 1
     with torch.device("meta"):
-        game = Game(config.model, config.loss, size=config.data.size, channels=channels, conditions=7)
+        game = GAN(config.model, config.loss, size=config.data.size, channels=channels, conditions=7)
         made = game.generator(torch.zeros(2, config.model.noise), _condition(config.model.condition))
         assert made.shape == (2, channels, config.data.size, config.data.size)
         assert game.discriminator(made, _condition(config.model.condition), sizes=(2,)).shape == (2,)

@@ -10,52 +10,52 @@ from torch.optim import Adam
 
 from unisono.dataparallel import GradientSync
 from unisono_models.gan.config import Config, OptimizerConfig
-from unisono_models.gan.evaluation import Evaluator, check_counts
-from unisono_models.gan.game.batches import Batches
-from unisono_models.gan.game.objective import Game
-from unisono_models.gan.judge.kept import ready_judge
-from unisono_models.gan.networks.moving_average import start_average, update_average
-from unisono_models.gan.outcome import conclude, write_frame
-from unisono_models.gan.pictures.generating import generate_like
+from unisono_models.gan.data.dataset import build_datasets
+from unisono_models.gan.data.loader import BatchLoader
+from unisono_models.gan.evaluate import Evaluator, validate_counts
+from unisono_models.gan.feature_extractor import load_or_train_feature_extractor
+from unisono_models.gan.loss import GAN
+from unisono_models.gan.model.generator import start_average, update_average
+from unisono_models.gan.model.sampling import generate_for_evaluation
 from unisono_models.gan.recipes import RECIPES
-from unisono_models.gan.source import open_source
-from unisono_models.training.checkpoints import Checkpoints
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.order import SampleOrder
-from unisono_models.training.randomness import key_of
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.run_directory import open_run
-from unisono_models.training.run_log import RunLog
-from unisono_models.training.schedule import is_due, part_of_rate
-from unisono_models.training.stopping import Stopping
+from unisono_models.gan.report import save_sample_grid, write_run_report
+from unisono_models.training.checkpoint.manager import Checkpoints
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.randomness import derive_seed
+from unisono_models.training.run.log import RunLog
+from unisono_models.training.run.preemption import StopSignal
+from unisono_models.training.run.run_directory import open_run
+from unisono_models.training.sampler import StepSampler
+from unisono_models.training.schedule import is_due, learning_rate_factor
 
 
 def main(args: Sequence[str] | None = None) -> None:
     recipe, config = RECIPES.choose(args)
     timeout = config.run.timeout
-    with start_ranks(timeout=timeout) as ranks, Stopping() as stopping, Heartbeat(ranks, timeout=timeout) as heartbeat:
+    with start_ranks(timeout=timeout) as ranks, StopSignal() as stopping, Watchdog(ranks, timeout=timeout) as heartbeat:
         train(recipe, config, ranks, stopping, heartbeat)
 
 
-def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbeat: Heartbeat) -> None:
+def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heartbeat: Watchdog) -> None:
     """One run, from its data to its report."""
     run = open_run(config, model="gan", recipe=recipe, ranks=ranks)
     seed, steps, kind = config.run.seed, config.run.steps, config.model.condition
     dtype = torch.float64 if config.precision == "float64" else torch.float32
-    source = open_source(config.data, condition=kind, ranks=ranks, beat=heartbeat.beat)
-    check_counts(source, config.evaluation)
+    source = build_datasets(config.data, condition=kind, ranks=ranks, beat=heartbeat.beat)
+    validate_counts(source, config.evaluation)
 
-    torch.manual_seed(key_of(seed, "weights"))  # the same weights on every rank
-    game = Game(config.model, config.loss, **source.shapes(kind)).to(ranks.device, dtype)
+    torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
+    game = GAN(config.model, config.loss, **source.shapes(kind)).to(ranks.device, dtype)
     average = start_average(game.generator)
     networks = {"discriminator": game.discriminator, "generator": game.generator}
     optimizers = {name: make_optimizer(network, config.optimizer) for name, network in networks.items()}
     syncs = {name: GradientSync(network.parameters()) for name, network in networks.items()}
-    judge = ready_judge(run.path / "judge.safetensors", source, config.evaluation, ranks, heartbeat)
+    judge = load_or_train_feature_extractor(run.path / "judge.safetensors", source, config.evaluation, ranks, heartbeat)
     evaluator = Evaluator(source, judge, ranks, heartbeat, config.evaluation, conditional=kind != "none")
-    order = SampleOrder(len(source.train), config.data.batch, seed)
-    batches = Batches(source.train, kind, order, config.model.noise, seed, ranks, dtype)
-    produce = partial(generate_like, average, source.train, seed=seed)
+    order = StepSampler(len(source.train), config.data.batch, seed)
+    batches = BatchLoader(source.train, kind, order, config.model.noise, seed, ranks, dtype)
+    produce = partial(generate_for_evaluation, average, source.train, seed=seed)
 
     def play(name: str, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A step of one network, by the gradients of all ranks."""
@@ -77,10 +77,10 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                 log.say(note)
             log.say(f"continuing at step {first:,}" if first else f"judge: {judge.accuracy:.1%} of the test pictures right")
             if not first:
-                write_frame(run, average, source, step=0, seed=seed)
+                save_sample_grid(run, average, source, step=0, seed=seed)
             for step in range(first, last):
                 batch = batches.at(step)
-                part = part_of_rate(step, steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
+                part = learning_rate_factor(step, steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
                 for optimizer in optimizers.values():
                     for group in optimizer.param_groups:
                         group["lr"] = config.optimizer.lr * part
@@ -101,7 +101,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                 if stop or done == steps or any(is_due(done, every) for every in looks):
                     check_finite(shown, step)  # here, since to look at every step would make the host wait
                 if done == steps or is_due(done, config.evaluation.pictures_every):
-                    write_frame(run, average, source, step=done, seed=seed)
+                    save_sample_grid(run, average, source, step=done, seed=seed)
                 if done == steps or is_due(done, config.run.evaluate_every):
                     figures = evaluator(produce)
                     log.evaluation(step, figures)
@@ -120,7 +120,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
             if figures is None:  # an earlier start came as far as this
                 figures = evaluator(produce)
                 log.evaluation(steps - 1, figures)
-        conclude(run, config, average, source, evaluator, figures)
+        write_run_report(run, config, average, source, evaluator, figures)
 
 
 def make_optimizer(network: torch.nn.Module, config: OptimizerConfig) -> Adam:
@@ -141,7 +141,7 @@ def gamma_of(config: Config, step: int) -> float:
     """The weight of the penalties in `step`: 0 where none is due, else as many times as steps go by without."""
     if config.loss.penalty == "none" or not is_due(step, config.loss.penalty_every):
         return 0.0
-    part = part_of_rate(step, config.run.steps)
+    part = learning_rate_factor(step, config.run.steps)
     return config.loss.penalty_every * (config.loss.gamma_final + (config.loss.gamma - config.loss.gamma_final) * part)
 
 
