@@ -1,4 +1,4 @@
-"""A bad call is the same clear error on every rank; nothing is lost, aborted or left waiting."""
+"""A bad call raises the same clear error on every rank; no rank aborts or waits."""
 
 import os
 from collections.abc import Callable

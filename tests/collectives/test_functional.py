@@ -80,7 +80,7 @@ def compare_with_one_process(
 
 
 def all_reduce_max_min_product_backward() -> None:
-    """torch.distributed.nn.functional and _functional_collectives used the backward of a sum for max, min and product."""
+    """torch.distributed.nn.functional applied `op` to the gradients again; _functional_collectives raised for product."""
     for op, reference in (("max", torch.amax), ("min", torch.amin), ("product", torch.prod)):
         compare_with_one_process(
             lambda x, op=op: all_reduce(x, op), lambda xs, f=reference: [f(torch.stack(xs), 0)] * len(xs), inputs_of_all_ranks()
@@ -98,7 +98,7 @@ def reduce_backward_of_op() -> None:
 
 
 def reduce_scatter_backward_of_op() -> None:
-    """torch.distributed.nn.functional and _functional_collectives ignored the `op` of reduce_scatter in backward."""
+    """torch.distributed.nn.functional ignored `op` in this backward; _functional_collectives raised for avg and max."""
     for op, reference in (("avg", torch.mean), ("max", torch.amax)):
         compare_with_one_process(
             lambda x, op=op: reduce_scatter(x, op=op),
@@ -132,7 +132,7 @@ def gather_and_scatter_on_a_subgroup() -> None:
 
 
 def all_to_all_and_backwards_on_a_subgroup() -> None:
-    """torch.distributed.nn.functional failed on subgroups in all_to_all and in the backward of gathers."""
+    """torch.distributed.nn.functional raised on subgroups, in all_to_all and in the backward of gathers."""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
@@ -144,13 +144,13 @@ def all_to_all_and_backwards_on_a_subgroup() -> None:
 
 
 def scatter_of_non_contiguous_input() -> None:
-    """torch.distributed.nn.functional.scatter failed on inputs that are not contiguous."""
+    """torch.distributed.nn.functional.scatter gave wrong values for inputs that are not contiguous."""
     x = torch.arange(12.0).view(3, 4).T
     assert torch.equal(scatter(x if dist.get_rank() == 0 else None), x.tensor_split(3)[dist.get_rank()])
 
 
 def scatter_of_none_on_receivers() -> None:
-    """torch.distributed.nn.functional.scatter needed tensors on the receivers, too."""
+    """torch.distributed.nn.functional.scatter raised TypeError for None on the receivers, which its docs allow."""
     assert scatter(torch.ones(3) if dist.get_rank() == 2 else None, root=2).tolist() == [1.0]
 
 
@@ -160,7 +160,7 @@ def all_gather_has_a_backward_on_gloo() -> None:
 
 
 def all_to_all_single_of_non_contiguous_input() -> None:
-    """torch.distributed.nn.functional.all_to_all_single failed on inputs and gradients that are not contiguous."""
+    """torch.distributed.nn.functional.all_to_all_single raised for tensors that are not contiguous."""
     x = torch.arange(6.0).view(2, 3).T.requires_grad_()
     y = all_to_all_single(x)
     y.sum().backward(torch.ones(()).expand(()))
@@ -168,7 +168,7 @@ def all_to_all_single_of_non_contiguous_input() -> None:
 
 
 def uneven_all_to_all_on_gloo() -> None:
-    """torch.distributed.nn.functional.all_to_all could not send uneven sizes on gloo."""
+    """torch.distributed.nn.functional.all_to_all raised for uneven sizes on gloo."""
     rank = dist.get_rank()
     xs = [torch.full((target, rank + 1), float(rank), requires_grad=True) for target in range(3)]
     ys = all_to_all(xs)
@@ -186,7 +186,7 @@ def broadcast_gradient() -> None:
 
 
 def every_op_of_uneven_sizes() -> None:
-    """torch.distributed._functional_collectives had no gather, scatter, reduce, list all_to_all, uneven all_gather or shift."""
+    """torch.distributed._functional_collectives had no gather, scatter, reduce, list all_to_all or uneven all_gather."""
     rank = dist.get_rank()
     assert gather(torch.ones(rank)).shape == (3 if rank == 0 else 0,)
     assert scatter(torch.ones(3) if rank == 0 else None).shape == (1,)

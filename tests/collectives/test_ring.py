@@ -1,4 +1,4 @@
-"""Ring: every rank's block once, contributions home, traffic as it should be; and average_gradient."""
+"""Ring visits every rank's block once, returns contributions to its owner and sends no more than needed; average_gradient."""
 
 import pytest
 import torch

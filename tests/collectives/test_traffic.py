@@ -1,4 +1,4 @@
-"""count_bytes counts anybody's collectives, on real ranks and in backward."""
+"""count_bytes counts all collectives of torch.distributed, on real ranks and in backward."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Where the tests of one process run: on CPU replicas, and on the devices of tests/dataparallel/pretend_device."""
+"""The devices on which tests of one process run: several CPU replicas, or the simulated devices of pretend_device."""
 
 import pytest
 import torch

@@ -309,7 +309,7 @@ def test_from_the_cpu_to_any_accelerator_and_back_to_a_torch_device(pretend):
 
 
 def test_no_rows_vanish_when_leaves_differ_in_length():
-    """torch.nn.parallel.scatter zipped the parts of the leaves, so rows of the longer ones were lost."""
+    """torch.nn.parallel.scatter gave 9 and 2 rows on 4 devices to 2 replicas: rows 7 to 9 were lost."""
     nine, two = torch.arange(9), torch.arange(2)
     parts = scatter((nine, two), CPUS)
     assert len(parts) == 4 and [len(a) for a, _ in parts] == [3, 2, 2, 2] and [len(b) for _, b in parts] == [1, 1, 0, 0]
@@ -329,7 +329,7 @@ def test_none_beside_a_tensor_is_an_error_and_not_none():
 
 
 def test_texts_and_numbers_are_gathered():
-    """torch.nn.parallel.gather raised for strings and numbers."""
+    """torch.nn.parallel.gather returned '<map object ...>' for strings and raised for numbers."""
     assert gather(["a", "b"], "cpu") == ["a", "b"] and gather([3, 3], "cpu") == 3
 
 
@@ -341,7 +341,7 @@ class Output:
 
 
 def test_dataclasses_and_default_dicts_and_scalars():
-    """torch.nn.parallel.gather raised for dataclasses and default dicts, and warned for scalars."""
+    """torch.nn.parallel.gather raised for dataclasses, default dicts and tensors without dimensions."""
     parts = [Output(torch.ones(k + 1, 2), torch.tensor(float(k))) for k in range(3)]
     whole = gather(parts, "cpu")
     assert whole.logits.shape == (6, 2) and whole.loss.tolist() == [0, 1, 2] and whole.cache is None
