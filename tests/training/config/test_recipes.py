@@ -120,7 +120,7 @@ def test_overrides_change_what_they_name_and_nothing_else():
 )
 def test_rejects_and_says_what_would_be_right(capsys, args, words):
     said = refusal(capsys, args)
-    assert words in said and "python -m unisono_models.toy.train" in said and "Traceback" not in said
+    assert words in said and "python -m unisono_models.toy train" in said and "Traceback" not in said
 
 
 def test_unknown_recipe_is_an_error_in_code():

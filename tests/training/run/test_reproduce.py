@@ -173,11 +173,12 @@ TRAIN = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from tests.training.test_reproduce import ToyConfig, train_toy
+from tests.training.run.test_reproduce import ToyConfig, train_toy
 from unisono_models.training.config.serialization import config_from_json, read_json
 from unisono_models.training.distributed.launch import start_ranks
 
-given = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+assert sys.argv[1] == "train"
+given = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
 config = config_from_json(ToyConfig, read_json(Path(given["--config"]))["config"])
 stop = given.get("--run.stop-after")
 run = replace(config.run, dir=Path(given["--run.dir"]), stop_after=stop and int(stop))
@@ -192,7 +193,7 @@ def toy(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").touch()
     (folder / "__init__.py").touch()
-    (folder / "train.py").write_text(TRAIN)
+    (folder / "__main__.py").write_text(TRAIN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
     yield train_toy(ToyConfig(RunConfig(steps=12, seed=5, dir=tmp_path / "run")), SimpleNamespace(rank=0, size=1, first=True))
@@ -206,7 +207,7 @@ def test_run_again_alone_is_bitwise_equal(toy, monkeypatch, capfd):
     assert verdict.good and "Reproduced: bitwise equal." in verdict.text and "circumstances" not in verdict.text, verdict.text
     out = toy.with_name("run-reproduced")
     assert read_provenance(out)["starts"][0]["threads"] == read_provenance(toy)["starts"][0]["threads"]
-    assert f"-m toys.toy.train --config {toy}/config.json --run.dir {out}" in capfd.readouterr().out
+    assert f"-m toys.toy train --config {toy}/config.json --run.dir {out}" in capfd.readouterr().out
 
 
 def test_run_again_on_two_ranks_for_some_steps_is_within_rounding(toy, tmp_path):

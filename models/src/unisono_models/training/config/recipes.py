@@ -128,7 +128,7 @@ class Recipes(Generic[Config]):
 
     @property
     def _prog(self) -> str:
-        return f"python -m unisono_models.{self.model}.train"
+        return f"python -m unisono_models.{self.model} train"
 
 
 def _summary(recipe: Callable[[], Any]) -> str:

@@ -49,10 +49,10 @@ def reproduce(
     out = _fresh(run_dir) if dir is None else dir.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"reproduce: {dir} is not empty: choose another --dir")
-    module = _train_module(saved["model"], _package)
+    module = _model_package(saved["model"], _package)
     ranks = nproc or int(first.get("world_size") or 1)
     runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *(runner if ranks > 1 or first.get("torchrun") else []), "-m", module]
+    command = [sys.executable, *(runner if ranks > 1 or first.get("torchrun") else []), "-m", module, "train"]
     command += ["--config", str((run_dir / "config.json").absolute()), "--run.dir", str(out)]
     command += [] if steps is None else ["--run.stop-after", str(steps)]
     print(shlex.join(command), flush=True)
@@ -60,17 +60,17 @@ def reproduce(
     return compare_runs(run_dir, out, steps=steps)
 
 
-def _train_module(model: str, package: str) -> str:
-    """The module to run. What a file names is run only if it is one of ours."""
+def _model_package(model: str, package: str) -> str:
+    """Find the package to run. What a file names is run only if it is one of ours."""
     if not isinstance(model, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", model):
         raise ValueError(f"reproduce: config.json names the model {model!r}, which is no name of a model in {package}")
-    name = f"{package}.{model}.train"
+    name = f"{package}.{model}"
     try:
-        found = importlib.util.find_spec(name)
+        found = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError:
         found = None
     if found is None:
-        raise ValueError(f"reproduce: config.json names the model {model!r}, but there is no {name}")
+        raise ValueError(f"reproduce: config.json names the model {model!r}, but there is no {name} to run")
     return name
 
 
