@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,7 @@ def test_cadence_of_logs_evaluations_and_checkpoints(whole):
 
 @pytest.mark.parametrize("how", [{"stop_after": 5}, {"signal_at": 4}], ids=["stop_after", "signal"])
 def test_a_stopped_run_goes_on_with_the_same_bits(ranks, whole, tmp_path, how):
-    events, finished = ranks(train, tmp_path / "run", **how, world_size=2, timeout=120)[1]
+    events, finished = ranks(partial(train, **how), tmp_path / "run", world_size=2, timeout=120)[1]
     assert not finished and [step for step, *_ in events] == list(range(5)) and events[-1][4]
     assert not (tmp_path / "run/summary.json").exists()
     events, finished = ranks(train, tmp_path / "run", world_size=2, timeout=120)[1]
@@ -127,9 +128,9 @@ def test_a_run_whose_last_step_was_taken_is_only_evaluated(tmp_path):
 
 
 def test_a_save_that_fails_does_not_end_training_but_a_stop_that_is_not_saved_is_an_error(ranks, whole, tmp_path):
-    failed = ranks(train_and_catch, tmp_path / "a", stop_after=5, break_saves_at=4, world_size=2, timeout=120)
+    failed = ranks(partial(train_and_catch, stop_after=5, break_saves_at=4), tmp_path / "a", world_size=2, timeout=120)
     assert failed == ["SystemExit: stopped after step 5 of 10, which could not be saved"] * 2
-    events, finished = ranks(train_and_catch, tmp_path / "a", break_saves_at=6, world_size=2, timeout=120)[0]
+    events, finished = ranks(partial(train_and_catch, break_saves_at=6), tmp_path / "a", world_size=2, timeout=120)[0]
     assert finished and [step for step, *_ in events] == [4, 5, 6, 7, 8, 9]  # from the checkpoint of the evaluation
     assert lines(tmp_path / "a") == lines(whole[0])
 

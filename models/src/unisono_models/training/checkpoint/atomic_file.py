@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,29 @@ def atomic_write(path: Path, data: str | bytes) -> None:
     with explain_os_errors(path):
         part.rename(path)
         sync_directory(path.parent)
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path` to write to. It takes the place of `path`, at once, when the block ends well.
+
+    For libraries that write files themselves. Several processes may do this at the same time: the last one's file stays.
+
+    Example:
+        with atomic_path(file) as temporary:
+            save_file(tensors, temporary)
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=PART)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)  # like any other file; a temporary one is for its owner alone
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def sync_directory(directory: Path) -> None:

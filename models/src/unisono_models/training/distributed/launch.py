@@ -37,6 +37,22 @@ class Ranks:
         """True on rank 0, which writes the files and speaks to the user."""
         return self.rank == 0
 
+    def shard(self, count: int) -> range:
+        """The rows of `count` that belong to this rank: see `shard_range`."""
+        return shard_range(count, self.rank, self.size)
+
+
+def shard_range(count: int, rank: int, world_size: int) -> range:
+    """The rows of `count` that belong to `rank`, as torch.tensor_split divides them: contiguous, as even as it goes.
+
+    Example:
+        >>> [shard_range(10, rank, 4) for rank in range(4)]
+        [range(0, 3), range(3, 6), range(6, 8), range(8, 10)]
+    """
+    each, more = divmod(count, world_size)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
+
 
 @contextmanager
 def start_ranks(*, timeout: float = 600.0) -> Iterator[Ranks]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -17,16 +18,7 @@ from torch import distributed
 
 from unisono_models.training.distributed.object_collectives import Json
 
-PACKAGES = (
-    "torch",
-    "timm",
-    "transformers",
-    "tokenizers",
-    "numpy",
-    "unisono-collectives",
-    "unisono-contrastive",
-    "unisono-models",
-)
+DISTRIBUTION = "unisono-models"
 # Variables that change how numbers are rounded: reproduce sets them again.
 VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"),
@@ -54,12 +46,21 @@ def describe_start(*, world_size: int, hosts: Sequence[str]) -> Json:
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages that decide on the numbers, as far as they are installed."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in ("torch", DISTRIBUTION, *_dependencies()):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # a checkout on PYTHONPATH has no version but its commit
+            continue  # an extra that is not installed
     return found
+
+
+def _dependencies() -> list[str]:
+    """What the installed distribution depends on, extras included; nothing for a checkout on PYTHONPATH."""
+    try:
+        wanted = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        wanted = []
+    return list(dict.fromkeys(re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in wanted))
 
 
 def git_state(folder: Path) -> Json:
