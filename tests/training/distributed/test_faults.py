@@ -161,7 +161,7 @@ def test_watchdog_prints_the_stacks_of_every_rank(scenario):
 
 def test_run_told_to_stop_saves_and_goes_on_at_that_very_step(scenario):
     (first, second, _, _), reference = scenario(told_to_stop), scenario(unbroken)
-    assert "told by SIGTERM" in first.output
+    assert "after SIGTERM" in first.output
     done = first.losses[-1]["step"] + 1
     assert f"starts at step {done} on 2 ranks" in second.output
     assert second.status == 0, second.output

@@ -190,7 +190,7 @@ class TrainingLoop:
         self._session.watchdog.beat(self.done)
         self._log.step(step, values, samples=samples)
         stop_here = self.done == self.last_step < self.steps
-        self.stopping = self._session.stop_signal.agreed() or stop_here
+        self.stopping = self._session.stop_signal.received_by_any_rank() or stop_here
 
     def record(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Log the `metrics` of an evaluation after the newest step, and return them."""
