@@ -77,7 +77,7 @@ def test_negative_zero_is_not_zero_and_evaluations_count(tmp_path):
 def test_uncommitted_changes_are_pointed_out(tmp_path):
     dirty = other(git={"commit": "abc", "dirty": True})
     verdict = compare_runs(make_run(tmp_path / "a", [1.0], start=dirty), make_run(tmp_path / "b", [2.0]))
-    assert "changes that are in no commit" in verdict.text
+    assert "uncommitted changes" in verdict.text
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_uncommitted_changes_are_pointed_out(tmp_path):
         (other(git=None), "git.commit abc and None"),
     ],
 )
-def test_other_circumstances_allow_for_rounding(tmp_path, start, words):
+def test_other_environments_allow_for_rounding(tmp_path, start, words):
     old = make_run(tmp_path / "a", LOSSES)
     near = [loss * (1 + 1e-7) for loss in LOSSES[:10]] + [loss * 1.01 for loss in LOSSES[10:]]
     verdict = compare_runs(old, make_run(tmp_path / "b", near, start=start))
@@ -103,10 +103,10 @@ def test_other_circumstances_allow_for_rounding(tmp_path, start, words):
 
 def test_threads_that_came_of_different_variables_are_the_same(tmp_path):
     runs = [make_run(tmp_path / "a", [1.0]), make_run(tmp_path / "b", [2.0], start=other(environment={"OMP_NUM_THREADS": "1"}))]
-    assert "circumstances" not in compare_runs(*runs).text
+    assert "environments" not in compare_runs(*runs).text
 
 
-def test_restarts_with_other_ranks_are_other_circumstances(tmp_path):
+def test_restarts_with_other_ranks_are_other_environments(tmp_path):
     a = make_run(tmp_path / "a", LOSSES, starts=[START, other(world_size=3)])
     verdict = compare_runs(a, make_run(tmp_path / "b", [loss * (1 + 1e-8) for loss in LOSSES]))
     assert verdict.good and "world_size 2, then 3 and 2" in verdict.text
@@ -204,7 +204,7 @@ def toy(tmp_path, monkeypatch):
 def test_run_again_alone_is_bitwise_equal(toy, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     verdict = reproduce(toy, _package="toys")
-    assert verdict.good and "Reproduced: bitwise equal." in verdict.text and "circumstances" not in verdict.text, verdict.text
+    assert verdict.good and "Reproduced: bitwise equal." in verdict.text and "environments" not in verdict.text, verdict.text
     out = toy.with_name("run-reproduced")
     assert read_provenance(out)["starts"][0]["threads"] == read_provenance(toy)["starts"][0]["threads"]
     assert f"-m toys.toy train --config {toy}/config.json --run.dir {out}" in capfd.readouterr().out

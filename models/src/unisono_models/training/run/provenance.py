@@ -1,4 +1,4 @@
-"""Where a run comes from: versions, commit, command, machine. A run keeps one such record for each time it was started."""
+"""Where a run comes from: versions, commit, command, machine. A run has one such record for each start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import distributed
 from unisono_models.training.distributed.object_collectives import Json
 
 DISTRIBUTION = "unisono-models"
-# Variables that change how numbers are rounded: reproduce sets them again.
+# Environment variables that change how numbers are rounded. `reproduce` sets them again.
 VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"),
     *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
@@ -27,7 +27,7 @@ VARIABLES = (
 
 
 def describe_start(*, world_size: int, hosts: Sequence[str]) -> Json:
-    """What there is to know about this start of a run, as JSON. `hosts`: that of each rank."""
+    """Describe this start of a run, as JSON. `hosts`: the host of each rank."""
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),
@@ -44,7 +44,7 @@ def describe_start(*, world_size: int, hosts: Sequence[str]) -> Json:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that decide on the numbers, as far as they are installed."""
+    """Return the versions of Python, of this distribution, and of everything it depends on that is installed."""
     found = {"python": platform.python_version()}
     for name in ("torch", DISTRIBUTION, *_dependencies()):
         try:
@@ -55,7 +55,7 @@ def versions() -> dict[str, str]:
 
 
 def _dependencies() -> list[str]:
-    """What the installed distribution depends on, extras included; nothing for a checkout on PYTHONPATH."""
+    """List what the installed distribution depends on, extras included. A checkout on PYTHONPATH has no such list."""
     try:
         wanted = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -64,9 +64,9 @@ def _dependencies() -> list[str]:
 
 
 def git_state(folder: Path) -> Json:
-    """{"commit": …, "dirty": …} of the checkout that `folder` belongs to, or None.
+    """Return {"commit": …, "dirty": …} of the checkout that `folder` belongs to, or None.
 
-    A folder that git does not track, such as site-packages in an environment inside somebody's checkout, has none.
+    It is None for a folder that git does not track, such as site-packages of an environment inside someone's checkout.
     """
     if not _git(folder, "ls-files", "--", "."):
         return None
@@ -75,7 +75,7 @@ def git_state(folder: Path) -> Json:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None without git, and outside a checkout."""
+    """Return what git prints, or None without git and outside of a checkout."""
     command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True, stdin=subprocess.DEVNULL)
@@ -85,7 +85,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """The name of the processor."""
+    """Return the name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.lower().startswith(("model name", "cpu model")):
@@ -96,7 +96,7 @@ def cpu_model() -> str:
 
 
 def device_name() -> str:
-    """The name of the accelerator, or "cpu"."""
+    """Return the name of the accelerator, or "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "cpu"
