@@ -51,6 +51,7 @@ def train(directory, *, stop_after=None, signal_at=None, evaluate_every=4, every
                 if step == signal_at and ranks.rank == ranks.size - 1:
                     os.kill(os.getpid(), signal.SIGTERM)
                 if step == break_saves_at:
+                    loop._checkpoints.wait()  # so that it is known which saves fail
                     manifest.write_manifest = fail
                 resumed = loop.just_resumed
                 loop.log({"loss": loss}, samples=7)
