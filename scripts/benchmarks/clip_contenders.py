@@ -74,7 +74,7 @@ class OurStep:
         from clip_towers import make_clip
 
         from unisono_models.clip.config import ObjectiveConfig, OptimizerConfig
-        from unisono_models.clip.objective import Learner
+        from unisono_models.clip.loss import Learner
         from unisono_models.clip.optimizer import make_optimizer
         from unisono_models.training.config import ParallelConfig
         from unisono_models.training.distributed.launch import Ranks
@@ -89,7 +89,7 @@ class OurStep:
         self.clip_norm = CLIP_NORM
 
     def __call__(self, batch: Batch) -> Tensor:
-        from unisono_models.clip.objective import backward
+        from unisono_models.clip.loss import backward
         from unisono_models.clip.optimizer import set_learning_rate
         from unisono_models.training.distributed.parallel import autocast_context
 

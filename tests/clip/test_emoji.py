@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono_models.clip.data.emoji import EmojiPairs, emoji_pairs
-from unisono_models.clip.data.emoji_splits import Splits, emoji_splits, is_unseen
+from unisono_models.clip.data.emoji import EmojiPairs, Splits, emoji_pairs, emoji_splits, is_unseen
 from unisono_models.datasets.emoji import concepts as emoji_concepts
 from unisono_models.datasets.emoji import images as emoji_drawings
 from unisono_models.datasets.emoji.concepts import ARTISTS, VENDORS, family_of, list_captions, list_emoji, name_of

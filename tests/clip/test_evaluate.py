@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from tests.clip.made_pairs import MadePairs
 from tests.clip.small_clip import small_learner
 from unisono_models.clip.config import ObjectiveConfig
-from unisono_models.clip.data.test_sets import TestSet
+from unisono_models.clip.data.dataset import TestSet
 from unisono_models.clip.evaluate import TEMPLATES, Encoder, evaluate, pixel_floor, prompts_for
-from unisono_models.clip.features import CaptionFeatures
+from unisono_models.clip.model.feature_cache import CaptionFeatures
 from unisono_models.training.config import ParallelConfig
 from unisono_models.training.distributed.launch import start_ranks
 from unisono_models.training.distributed.parallel import parallelize
@@ -165,7 +165,7 @@ def test_pixel_floor_is_that_of_a_plain_computation(ranks):
 
 
 def emoji_floor():
-    from unisono_models.clip.data.emoji_splits import emoji_splits
+    from unisono_models.clip.data.emoji import emoji_splits
 
     test = emoji_splits("vendor").tests["vendor"]
     with start_ranks() as ranks:

@@ -8,14 +8,13 @@ import torch.distributed as dist
 
 from tests.clip.made_pairs import MadePairs
 from tests.clip.small_clip import CAPTIONS, small_config, small_tokenizer
-from unisono_models.clip.augment import AugmentConfig, augment
 from unisono_models.clip.config import ImageConfig
-from unisono_models.clip.data.test_sets import TestSet
+from unisono_models.clip.data.augment import AugmentConfig, augment
+from unisono_models.clip.data.dataset import Source, TestSet
 from unisono_models.clip.evaluate import prompts_for
-from unisono_models.clip.features import ROWS, CaptionFeatures, PictureFeatures
-from unisono_models.clip.features import tested_captions as captions_of_tests  # pytest would take it for a test
 from unisono_models.clip.model import Clip
-from unisono_models.clip.source import Source
+from unisono_models.clip.model.feature_cache import ROWS, CaptionFeatures, PictureFeatures
+from unisono_models.clip.model.feature_cache import tested_captions as captions_of_tests  # pytest would take it for a test
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 from unisono_models.training.distributed.object_collectives import RanksError
 from unisono_models.training.distributed.watchdog import Watchdog

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.clip.small_clip import small_batch, small_learner
 from unisono_models.clip.config import ObjectiveConfig, OptimizerConfig
-from unisono_models.clip.objective import backward
+from unisono_models.clip.loss import backward
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
 from unisono_models.training.config import ParallelConfig
 from unisono_models.training.distributed.launch import Ranks

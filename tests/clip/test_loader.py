@@ -17,10 +17,9 @@ from tests.clip.pictures import sample, write_tars
 from unisono.collectives import all_reduce
 from unisono.collectives.groups import resolve_group
 from unisono_models.clip.data import loader
+from unisono_models.clip.data.files import SomePairs, open_pairs
 from unisono_models.clip.data.loader import load_steps
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.clip.data.sources import open_pairs
-from unisono_models.clip.data.splits import SomePairs
 from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.training.sampler import StepSampler
 

@@ -11,14 +11,13 @@ from PIL import Image
 
 from tests.clip.colours import HOSTILE, colour_gallery
 from tests.clip.small_clip import small_config, small_tokenizer
+from unisono_models.clip import gallery as gallery_features
 from unisono_models.clip import gallery as gallery_module
-from unisono_models.clip import gallery_features
+from unisono_models.clip.commands.search import main, slug
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.clip.gallery import Gallery
+from unisono_models.clip.gallery import Gallery, RunError, find_export, open_gallery
 from unisono_models.clip.model import Clip
-from unisono_models.clip.picture import Row, draw_results, draw_searches
-from unisono_models.clip.run_gallery import RunError, find_export, open_gallery
-from unisono_models.clip.search import main, slug
+from unisono_models.clip.report import Row, draw_results, draw_searches
 from unisono_models.datasets.emoji import concepts as emoji_concepts
 from unisono_models.datasets.emoji import images as emoji_drawings
 

@@ -13,7 +13,7 @@ import transformers
 
 from tests.clip.small_clip import BERT, CAPTIONS, small_tokenizer
 from unisono_models.clip.config import TextConfig
-from unisono_models.clip.text import CaptionTokenizer, make_tokenizer, shared_tokenizer
+from unisono_models.clip.model.tokenizer import CaptionTokenizer, make_tokenizer, shared_tokenizer
 from unisono_models.training.distributed.launch import start_ranks
 from unisono_models.training.distributed.object_collectives import RanksError
 
@@ -24,7 +24,7 @@ ANOTHER = """
 import hashlib, json, sys, torch
 from pathlib import Path
 from unisono_models.clip.config import TextConfig
-from unisono_models.clip.text import shared_tokenizer
+from unisono_models.clip.model.tokenizer import shared_tokenizer
 from unisono_models.training.distributed.launch import Ranks
 folder, alone = Path(sys.argv[1]), Ranks(0, 1, 0, torch.device("cpu"))
 texts = json.loads((folder / "texts.json").read_text())

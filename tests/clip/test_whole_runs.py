@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from tests.clip.pictures import noise, write_tars
 from tests.clip.test_train import furthest, losses, train, train_and_draw
 from tests.training.torchrun import Launch, _children
-from unisono_models.clip.data.sources import open_pairs
-from unisono_models.clip.data.splits import split_pairs
+from unisono_models.clip.data.files import open_pairs, split_pairs
 from unisono_models.clip.evaluate import evaluate
 from unisono_models.clip.model import Clip
 from unisono_models.training.checkpoint.manifest import list_steps, read_manifest

@@ -28,12 +28,12 @@ MODELS = """
 import unisono_models.gan.train
 import unisono_models.recommender.train
 from unisono_models.clip.recipes import RECIPES
-from unisono_models.clip.towers import ImageTower
+from unisono_models.clip.model.towers import ImageTower
 from importlib import resources
 import torch
 tower = ImageTower(RECIPES["tiny"].model.image, 8).eval()
 assert tower(torch.zeros(2, 3, 32, 32)).shape == (2, 8)
-assert "<html" in resources.files("unisono_models.clip").joinpath("page.html").read_text()
+assert "<html" in resources.files("unisono_models.clip.commands").joinpath("page.html").read_text()
 assert resources.files("unisono_models.training.run").joinpath("report.css").read_text()
 """
 

@@ -216,7 +216,7 @@ def losses_of(kind, precision, micro_batch):
     """Of five steps of the small learner, in float32 or bfloat16."""
     from tests.clip.small_clip import small_batch, small_learner
     from unisono_models.clip.config import ObjectiveConfig
-    from unisono_models.clip.objective import backward
+    from unisono_models.clip.loss import backward
 
     with start_ranks() as ranks:
         config = ParallelConfig(kind=kind, precision=precision)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from unisono.collectives import all_gather, global_mean
 from unisono.contrastive import retrieval_metrics
+from unisono_models.clip.data.dataset import TestSet
 from unisono_models.clip.data.pairs import Pairs
-from unisono_models.clip.data.test_sets import TestSet
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.watchdog import Watchdog
 

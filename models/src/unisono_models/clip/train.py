@@ -7,18 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from unisono_models.clip.batches import Batches
 from unisono_models.clip.config import Config
-from unisono_models.clip.data.loader import load_steps
+from unisono_models.clip.data.dataset import open_source
+from unisono_models.clip.data.loader import Batches, load_steps
 from unisono_models.clip.evaluate import Encoder, evaluate
-from unisono_models.clip.features import CaptionFeatures, PictureFeatures, tested_captions
+from unisono_models.clip.loss import Learner, backward
 from unisono_models.clip.model import Clip
-from unisono_models.clip.objective import Learner, backward
+from unisono_models.clip.model.feature_cache import CaptionFeatures, PictureFeatures, tested_captions
+from unisono_models.clip.model.tokenizer import shared_tokenizer
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
-from unisono_models.clip.outcome import conclude
 from unisono_models.clip.recipes import RECIPES
-from unisono_models.clip.source import open_source
-from unisono_models.clip.text import shared_tokenizer
+from unisono_models.clip.report import conclude
 from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.training.distributed.parallel import autocast_context, parallelize, parameter_dtype
 from unisono_models.training.loop import Session, TrainingLoop, start_session

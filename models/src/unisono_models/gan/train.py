@@ -10,15 +10,15 @@ from torch.optim import Adam
 
 from unisono.dataparallel import GradientSync
 from unisono_models.gan.config import Config, OptimizerConfig
-from unisono_models.gan.evaluation import Evaluator, check_counts
-from unisono_models.gan.game.batches import Batches
-from unisono_models.gan.game.objective import Game
-from unisono_models.gan.judge.kept import ready_judge
-from unisono_models.gan.networks.moving_average import start_average, update_average
-from unisono_models.gan.outcome import conclude, write_frame
-from unisono_models.gan.pictures.generating import generate_like
+from unisono_models.gan.data.dataset import build_datasets
+from unisono_models.gan.data.loader import BatchLoader
+from unisono_models.gan.evaluate import Evaluator, validate_counts
+from unisono_models.gan.feature_extractor import load_or_train_feature_extractor
+from unisono_models.gan.loss import GAN
+from unisono_models.gan.model.generator import start_average, update_average
+from unisono_models.gan.model.sampling import generate_for_evaluation
 from unisono_models.gan.recipes import RECIPES
-from unisono_models.gan.source import open_source
+from unisono_models.gan.report import save_sample_grid, write_run_report
 from unisono_models.training.loop import Session, TrainingLoop, start_session
 from unisono_models.training.randomness import derive_seed
 from unisono_models.training.sampler import StepSampler
@@ -36,20 +36,20 @@ def train(config: Config, session: Session) -> None:
     run, ranks, watchdog = session.directory, session.ranks, session.watchdog
     seed, kind = config.run.seed, config.model.condition
     dtype = torch.float64 if config.precision == "float64" else torch.float32
-    source = open_source(config.data, condition=kind, ranks=ranks, beat=watchdog.beat)
-    check_counts(source, config.evaluation)
+    source = build_datasets(config.data, condition=kind, ranks=ranks, beat=watchdog.beat)
+    validate_counts(source, config.evaluation)
 
     torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
-    game = Game(config.model, config.loss, **source.shapes(kind)).to(ranks.device, dtype)
+    game = GAN(config.model, config.loss, **source.shapes(kind)).to(ranks.device, dtype)
     average = start_average(game.generator)
     networks = {"discriminator": game.discriminator, "generator": game.generator}
     optimizers = {name: make_optimizer(network, config.optimizer) for name, network in networks.items()}
     syncs = {name: GradientSync(network.parameters()) for name, network in networks.items()}
-    judge = ready_judge(run.path / "judge.safetensors", source, config.evaluation, ranks, watchdog)
+    judge = load_or_train_feature_extractor(run.path / "judge.safetensors", source, config.evaluation, ranks, watchdog)
     evaluator = Evaluator(source, judge, ranks, watchdog, config.evaluation, conditional=kind != "none")
     sampler = StepSampler(len(source.train), config.data.batch, seed)
-    batches = Batches(source.train, kind, sampler, config.model.noise, seed, ranks, dtype)
-    produce = partial(generate_like, average, source.train, seed=seed)
+    batches = BatchLoader(source.train, kind, sampler, config.model.noise, seed, ranks, dtype)
+    produce = partial(generate_for_evaluation, average, source.train, seed=seed)
 
     def update(name: str, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Take a step with one of the networks, by the gradients of all ranks."""
@@ -69,7 +69,7 @@ def train(config: Config, session: Session) -> None:
             loop.say(note)
         if not loop.first_step:
             loop.say(f"judge: {judge.accuracy:.1%} of the test pictures right")
-            write_frame(run, average, source, step=0, seed=seed)
+            save_sample_grid(run, average, source, step=0, seed=seed)
         for step in loop:
             batch = batches.at(step)
             rate = set_learning_rates(optimizers, config, step)
@@ -84,7 +84,7 @@ def train(config: Config, session: Session) -> None:
             if loop.log_due or loop.evaluation_due or loop.checkpoint_due:
                 check_finite(losses, step)  # not at every step, where it would make the host wait
             if loop.finished or is_due(loop.done, config.evaluation.pictures_every):
-                write_frame(run, average, source, step=loop.done, seed=seed)
+                save_sample_grid(run, average, source, step=loop.done, seed=seed)
             if loop.evaluation_due:
                 loop.record(evaluator(produce))
             if loop.checkpoint_due:
@@ -92,7 +92,7 @@ def train(config: Config, session: Session) -> None:
         if not loop.finished:
             return
         metrics = loop.final_metrics(lambda: evaluator(produce))
-    conclude(run, config, average, source, evaluator, metrics)
+    write_run_report(run, config, average, source, evaluator, metrics)
 
 
 def set_learning_rates(optimizers: dict[str, Adam], config: Config, step: int) -> float:

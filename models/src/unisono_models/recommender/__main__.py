@@ -6,7 +6,10 @@ run_command(
     "unisono_models.recommender",
     {
         "train": ("unisono_models.recommender.train", "Train a model. Start it by torchrun to use several ranks."),
-        "evaluate": ("unisono_models.recommender.evaluate", "Measure the model of a finished run."),
-        "recommend": ("unisono_models.recommender.recommend", "Recommend items to users with the model of a finished run."),
+        "evaluate": ("unisono_models.recommender.commands.evaluate", "Measure the model of a finished run."),
+        "recommend": (
+            "unisono_models.recommender.commands.recommend",
+            "Recommend items to users with the model of a finished run.",
+        ),
     },
 )

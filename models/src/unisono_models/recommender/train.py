@@ -9,12 +9,11 @@ import torch
 from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.recommender.config import Config, OptimizerConfig
 from unisono_models.recommender.data.batch import Batch
-from unisono_models.recommender.data.reading_ahead import read_ahead
-from unisono_models.recommender.evaluation import Evaluator
-from unisono_models.recommender.objective import Learner, make_learner
-from unisono_models.recommender.outcome import conclude
+from unisono_models.recommender.data.dataset import build_datasets, prefetch
+from unisono_models.recommender.evaluate import Evaluator
+from unisono_models.recommender.loss import TrainingModule, build_training_module
 from unisono_models.recommender.recipes import RECIPES
-from unisono_models.recommender.source import open_source
+from unisono_models.recommender.report import write_run_report
 from unisono_models.training.distributed.parallel import autocast_context, parallelize, parameter_dtype
 from unisono_models.training.loop import Session, TrainingLoop, start_session
 from unisono_models.training.randomness import derive_seed
@@ -33,11 +32,11 @@ def train(config: Config, session: Session) -> None:
     """Train one run, from its data to its report."""
     ranks, watchdog = session.ranks, session.watchdog
     seed, dtype = config.run.seed, parameter_dtype(config.parallel)
-    source = open_source(config.data, seed=seed, ranks=ranks)
+    source = build_datasets(config.data, seed=seed, ranks=ranks)
     watchdog.beat()
 
     torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
-    learner = make_learner(config, source, dtype=dtype, device=ranks.device)
+    learner = build_training_module(config, source, dtype=dtype, device=ranks.device)
     dense = list(learner.dense_parameters())
     model = parallelize(learner, config.parallel, ranks) if dense else learner  # DDP refuses to have nothing to do
     optimizers = {"dense": make_optimizer(learner, config.optimizer)} if dense else {}
@@ -54,7 +53,7 @@ def train(config: Config, session: Session) -> None:
         loop.say(f"{session.directory.path}: {count}")
         for note in source.notes:
             loop.say(note)
-        shares = read_ahead(
+        shares = prefetch(
             lambda step: source.train.batch(step, ranks.rank, ranks.size).to(ranks.device, dtype),
             loop.first_step,
             loop.last_step,
@@ -88,10 +87,10 @@ def train(config: Config, session: Session) -> None:
             return
         valid_metrics = loop.final_metrics(lambda: evaluator("valid"))
         test_metrics = loop.record(evaluator("test"))  # once, at the end: nothing is chosen by it
-    conclude(session.directory, config, evaluator, {**valid_metrics, **test_metrics}, skipped)
+    write_run_report(session.directory, config, evaluator, {**valid_metrics, **test_metrics}, skipped)
 
 
-def make_optimizer(learner: Learner, config: OptimizerConfig) -> torch.optim.AdamW:
+def make_optimizer(learner: TrainingModule, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW on all that is not in a table. No weight decay for vectors and scalars."""
     dense = list(learner.dense_parameters())
     groups = [
@@ -101,7 +100,7 @@ def make_optimizer(learner: Learner, config: OptimizerConfig) -> torch.optim.Ada
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=(config.beta1, config.beta2))
 
 
-def set_learning_rates(learner: Learner, optimizers: dict[str, torch.optim.AdamW], config: Config, step: int) -> float:
+def set_learning_rates(learner: TrainingModule, optimizers: dict[str, torch.optim.AdamW], config: Config, step: int) -> float:
     """Those of `step`, for tables and the rest; the latter is returned."""
     part = learning_rate_factor(step, config.run.steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
     tables = learner.tables.collection.optimizer
