@@ -27,9 +27,8 @@ from benchmarks.harness.measure import StepCosts, StepTimes, measure_costs, time
 from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.results import Measurement, Ratio, Results
 from unisono_models.recommender.config import ModelConfig
-from unisono_models.recommender.features import Feature
-from unisono_models.recommender.heads.deep import Dlrm
-from unisono_models.recommender.heads.inputs import Inputs, Shape
+from unisono_models.recommender.data.features import Feature
+from unisono_models.recommender.model.heads import Dlrm, HeadInputs, HeadShape
 
 Optimizer = Literal["row-wise Adagrad", "Adagrad"]
 
@@ -144,8 +143,8 @@ class Recommender(TableBenchmark):
         shares = [share.median for m in (ours, fastest) if (share := dense_share(results, m))]
         return (
             f"{text} The dense part alone, which is the same for both, takes {shares[0]:.0%} of our step and {shares[1]:.0%} "
-            f"of that of `{fastest.contender}`: {table_ms(results, ours):.1f} ms and {table_ms(results, fastest):.1f} ms are left "
-            f"for tables. Even with tables that cost nothing the ratio of whole steps would be {1 / shares[1]:.2f}x."
+            f"of that of `{fastest.contender}`: {table_ms(results, ours):.1f} ms and {table_ms(results, fastest):.1f} ms are "
+            f"left for tables. Even with tables that cost nothing the ratio of whole steps would be {1 / shares[1]:.2f}x."
         )
 
     def targets(self, results: Results) -> list[Target]:
@@ -260,10 +259,10 @@ class Ours:
 
     def __init__(self, work: Workload, *, optimizer: str = "rowwise_adagrad", prefetch: bool = False) -> None:
         from unisono_models.recommender.config import Config, DataConfig, TablesConfig
-        from unisono_models.recommender.objective import make_learner
+        from unisono_models.recommender.loss import build_training_module
         from unisono_models.training.config import RunConfig
-        from unisono_models.training.parallel import parallelize
-        from unisono_models.training.ranks import Ranks
+        from unisono_models.training.distributed.launch import Ranks
+        from unisono_models.training.distributed.parallel import parallelize
 
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
         self.work, self.prefetch = work, prefetch
@@ -271,7 +270,7 @@ class Ours:
         data = DataConfig(batch=work.setting.batch * ranks.size)
         config = Config(run=RunConfig(steps=1), data=data, model=MODEL, tables=tables_config)
         source: Any = SimpleNamespace(features=work.features(), sample=self._batch(0), mapped=False, ratings=None)
-        learner = make_learner(config, source, dtype=torch.float32, device=ranks.device)
+        learner = build_training_module(config, source, dtype=torch.float32, device=ranks.device)
         cast(Any, learner.model).head.load_state_dict(make_head().state_dict())
         tables.fill_collection(learner.tables.collection, prefix="table_f")
         self.plan = tables.describe_plan(learner.tables.collection)
@@ -318,7 +317,7 @@ class Dense:
         """Run the step. The backward goes on into `fields`, (rows, tables, DIM), and what computed them."""
         first = int(self.head.linear)  # the weight of the linear term comes first, as in ClickModel.score
         weights = fields[..., 0] if first else fields.new_zeros(fields.shape[:2])
-        logits = self.model(Inputs(fields[..., first:], weights, numbers))
+        logits = self.model(HeadInputs(fields[..., first:], weights, numbers))
         loss = F.binary_cross_entropy_with_logits(logits, labels)
         loss.backward()
         self.optimizer.step()
@@ -330,7 +329,7 @@ def make_head() -> Dlrm:
     """Build the dense part: with the same first weights on every rank and for every contender."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Dlrm(Shape(TABLES, WIDTH, NUMBERS, MODEL))
+        return Dlrm(HeadShape(TABLES, WIDTH, NUMBERS, MODEL))
 
 
 def dense_optimizer(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
