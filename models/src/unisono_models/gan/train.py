@@ -10,15 +10,15 @@ from torch.optim import Adam
 
 from unisono.dataparallel import GradientSync
 from unisono_models.gan.config import Config, OptimizerConfig
-from unisono_models.gan.evaluation import Evaluator, check_counts
-from unisono_models.gan.game.batches import Batches
-from unisono_models.gan.game.objective import Game
-from unisono_models.gan.judge.kept import ready_judge
-from unisono_models.gan.networks.moving_average import start_average, update_average
-from unisono_models.gan.outcome import conclude, write_frame
-from unisono_models.gan.pictures.generating import generate_like
+from unisono_models.gan.data.dataset import build_datasets
+from unisono_models.gan.data.loader import BatchLoader
+from unisono_models.gan.evaluate import Evaluator, validate_counts
+from unisono_models.gan.feature_extractor import load_or_train_feature_extractor
+from unisono_models.gan.loss import GAN
+from unisono_models.gan.model.generator import start_average, update_average
+from unisono_models.gan.model.sampling import generate_for_evaluation
 from unisono_models.gan.recipes import RECIPES
-from unisono_models.gan.source import open_source
+from unisono_models.gan.report import save_sample_grid, write_run_report
 from unisono_models.training.checkpoint.manager import Checkpoints
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 from unisono_models.training.distributed.watchdog import Watchdog
@@ -42,20 +42,20 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heart
     run = open_run(config, model="gan", recipe=recipe, ranks=ranks)
     seed, steps, kind = config.run.seed, config.run.steps, config.model.condition
     dtype = torch.float64 if config.precision == "float64" else torch.float32
-    source = open_source(config.data, condition=kind, ranks=ranks, beat=heartbeat.beat)
-    check_counts(source, config.evaluation)
+    source = build_datasets(config.data, condition=kind, ranks=ranks, beat=heartbeat.beat)
+    validate_counts(source, config.evaluation)
 
     torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
-    game = Game(config.model, config.loss, **source.shapes(kind)).to(ranks.device, dtype)
+    game = GAN(config.model, config.loss, **source.shapes(kind)).to(ranks.device, dtype)
     average = start_average(game.generator)
     networks = {"discriminator": game.discriminator, "generator": game.generator}
     optimizers = {name: make_optimizer(network, config.optimizer) for name, network in networks.items()}
     syncs = {name: GradientSync(network.parameters()) for name, network in networks.items()}
-    judge = ready_judge(run.path / "judge.safetensors", source, config.evaluation, ranks, heartbeat)
+    judge = load_or_train_feature_extractor(run.path / "judge.safetensors", source, config.evaluation, ranks, heartbeat)
     evaluator = Evaluator(source, judge, ranks, heartbeat, config.evaluation, conditional=kind != "none")
     order = StepSampler(len(source.train), config.data.batch, seed)
-    batches = Batches(source.train, kind, order, config.model.noise, seed, ranks, dtype)
-    produce = partial(generate_like, average, source.train, seed=seed)
+    batches = BatchLoader(source.train, kind, order, config.model.noise, seed, ranks, dtype)
+    produce = partial(generate_for_evaluation, average, source.train, seed=seed)
 
     def play(name: str, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A step of one network, by the gradients of all ranks."""
@@ -77,7 +77,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heart
                 log.say(note)
             log.say(f"continuing at step {first:,}" if first else f"judge: {judge.accuracy:.1%} of the test pictures right")
             if not first:
-                write_frame(run, average, source, step=0, seed=seed)
+                save_sample_grid(run, average, source, step=0, seed=seed)
             for step in range(first, last):
                 batch = batches.at(step)
                 part = learning_rate_factor(step, steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
@@ -101,7 +101,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heart
                 if stop or done == steps or any(is_due(done, every) for every in looks):
                     check_finite(shown, step)  # here, since to look at every step would make the host wait
                 if done == steps or is_due(done, config.evaluation.pictures_every):
-                    write_frame(run, average, source, step=done, seed=seed)
+                    save_sample_grid(run, average, source, step=done, seed=seed)
                 if done == steps or is_due(done, config.run.evaluate_every):
                     figures = evaluator(produce)
                     log.evaluation(step, figures)
@@ -120,7 +120,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heart
             if figures is None:  # an earlier start came as far as this
                 figures = evaluator(produce)
                 log.evaluation(steps - 1, figures)
-        conclude(run, config, average, source, evaluator, figures)
+        write_run_report(run, config, average, source, evaluator, figures)
 
 
 def make_optimizer(network: torch.nn.Module, config: OptimizerConfig) -> Adam:

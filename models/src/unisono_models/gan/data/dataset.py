@@ -1,28 +1,74 @@
-"""The data of a run, as the config says: what is trained on, and real pictures to compare with."""
+"""What is kept from training, where data comes without a test set: decided once for all runs, not by their seeds."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from unisono_models.datasets.emoji.images import load_emoji_images
 from unisono_models.gan.config import Condition, DataConfig
 from unisono_models.gan.data import emoji, mnist
-from unisono_models.gan.data.conditions import check_condition, check_settings
-from unisono_models.gan.data.folders import read_folder
-from unisono_models.gan.data.found import Found
-from unisono_models.gan.data.idx import find_idx, read_idx_folder
-from unisono_models.gan.data.images import Images
-from unisono_models.gan.data.splits import hold_out
-from unisono_models.gan.data.text_vectors import TextEncoder, encode_captions
+from unisono_models.gan.data.conditions import TextEncoder, check_condition, check_settings, encode_captions
+from unisono_models.gan.data.folder import read_folder
+from unisono_models.gan.data.images import Found, Images
+from unisono_models.gan.data.mnist import find_idx, read_idx_folder
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import all_gather_object, raise_together
+from unisono_models.training.randomness import derive_seed, uniform
+
+_SEED = 0  # of the split: another would make other data sets, and runs could not be compared
+
+
+def hold_out(labels: Tensor | None, *, count: int, part: float) -> Tensor:
+    """bool, (count,): True for what is kept from training: of each class the same `part`, rounded, and never all.
+
+    Example:
+        >>> hold_out(torch.tensor([0] * 10 + [1] * 5), count=15, part=0.2).view(3, 5).sum(1).sum().item()
+        3
+    """
+    _check(part)
+    draws, held = uniform(_SEED, "gan: held out", 0, torch.arange(count)), torch.zeros(count, dtype=torch.bool)
+    classes = torch.zeros(count, dtype=torch.int64) if labels is None else labels
+    for label in classes.unique():
+        members = (classes == label).nonzero().squeeze(1)
+        order = members[draws[members].argsort(stable=True)]
+        held[order[: min(round(part * len(members)), len(members) - 1)]] = True
+    return held
+
+
+def hold_out_families(families: Sequence[str], labels: Sequence[int], *, part: float) -> Tensor:
+    """The same for samples of which some are variants of each other: those of one family stay together.
+
+    Of the families of each class (that of a family's first sample) the same `part` is held out.
+
+    Example:
+        >>> hold_out_families(["cat", "dog", "cat", "cow"], [0, 0, 0, 0], part=0.5).tolist()
+        [True, False, True, True]
+    """
+    _check(part)
+    class_of: dict[str, int] = {}
+    for family, label in zip(families, labels, strict=True):
+        class_of.setdefault(family, label)
+    held: set[str] = set()
+    for label in sorted(set(class_of.values())):
+        members = sorted(family for family in class_of if class_of[family] == label)
+        members.sort(key=lambda family: derive_seed(_SEED, "gan: held out", family))
+        held.update(members[: round(part * len(members))])
+    return torch.tensor([family in held for family in families], dtype=torch.bool)
+
+
+def _check(part: float) -> None:
+    if not 0 < part < 1:
+        raise ValueError(f"data.test_part={part}: must be above 0 and below 1")
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class Datasets:
     """What there is to learn from, and what was kept from it. The same on all ranks."""
 
     train: Images
@@ -41,7 +87,9 @@ class Source:
         return {"size": self.train.size, "channels": self.train.channels, "conditions": conditions}
 
 
-def open_source(config: DataConfig, *, condition: Condition, ranks: Ranks, beat: Callable[[], None] | None = None) -> Source:
+def build_datasets(
+    config: DataConfig, *, condition: Condition, ranks: Ranks, beat: Callable[[], None] | None = None
+) -> Datasets:
     """Open the data on all ranks together. What fails on one fails on all.
 
     condition: what the model is told of a picture; it must come with the data. For "text", captions become `vectors` here.
@@ -73,7 +121,7 @@ def open_source(config: DataConfig, *, condition: Condition, ranks: Ranks, beat:
             f"open_source: data.source={config.source}: ranks {others} have other pictures or conditions than rank 0: "
             "are the files, Pillow and the packages of data the same on all hosts?"
         )
-    return Source(train, test, found.notes, fingerprint)
+    return Datasets(train, test, found.notes, fingerprint)
 
 
 def _read(config: DataConfig, ranks: Ranks, beat: Callable[[], None] | None) -> Found:
@@ -86,7 +134,7 @@ def _read(config: DataConfig, ranks: Ranks, beat: Callable[[], None] | None) -> 
         if config.source == mnist.NAME:
             found = mnist.read_mnist(size=config.size, colour=config.colour)
         elif config.source == emoji.NAME:
-            found = emoji.read_emoji(size=config.size, colour=config.colour, test_part=config.test_part)
+            found = emoji.read_emoji(size=config.size, colour=config.colour)
         elif not folder.is_dir():
             raise FileNotFoundError(
                 f"data.source={config.source}: neither {mnist.NAME} nor {emoji.NAME} nor a folder that exists"
@@ -102,7 +150,11 @@ def _read(config: DataConfig, ranks: Ranks, beat: Callable[[], None] | None) -> 
 
 def _split(found: Found, config: DataConfig, condition: Condition) -> tuple[Images, Images]:
     images, source = found.images, f"data.source={config.source}"
-    test = found.test if found.test is not None else hold_out(images.labels, count=len(images), part=config.test_part)
+    test = found.test
+    if test is None and found.families and images.labels is not None:
+        test = hold_out_families(found.families, images.labels.tolist(), part=config.test_part)
+    if test is None:
+        test = hold_out(images.labels, count=len(images), part=config.test_part)
     train, held = (images.take(kept.nonzero().squeeze(1)) for kept in (~test, test))
     if not len(train) or not len(held):
         raise ValueError(

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import leaky_relu, normalize
 
 from unisono_models.gan.config import ModelConfig
-from unisono_models.gan.networks.blocks import SLOPE, Resample, ResidualBlock, convolution, linear
-from unisono_models.gan.networks.condition_embedding import ConditionEmbedding
-from unisono_models.gan.networks.minibatch_stddev import MinibatchStddev
+from unisono_models.gan.model.blocks import SLOPE, ConditionEmbedding, Resample, ResidualBlock, convolution, linear
+from unisono_models.gan.model.minibatch_stddev import MinibatchStddev
 
 
 class Discriminator(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, Ring, all_reduce
-from unisono_models.gan.metrics.agreement import settle, tile_complaint
+from unisono_models.gan.metrics.features import settle, tile_complaint
 
 
 @torch.no_grad()

@@ -9,6 +9,8 @@ from einops import repeat
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, leaky_relu
 
+from unisono_models.gan.config import Condition
+
 SLOPE = 0.2
 GAIN = (2 / (1 + SLOPE**2)) ** 0.5  # of leaky_relu: keeps the size of what goes through
 
@@ -78,3 +80,22 @@ def linear(width: int, new_width: int, *, scale: float = 1.0) -> nn.Linear:
         layer.weight.normal_(std=scale / width**0.5)
         layer.bias.zero_()
     return layer
+
+
+class ConditionEmbedding(nn.Module):
+    """Labels (n,) or vectors (n, d) to (n, width); no condition to None. `size`: number of classes, or d."""
+
+    def __init__(self, kind: Condition, size: int, width: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Embedding(size, width) if kind == "class" else None
+        self.linear = nn.Linear(size, width) if kind in ("vector", "text") else None
+
+    def forward(self, condition: Tensor | None) -> Tensor | None:
+        layer = self.table or self.linear
+        if layer is None:
+            return None
+        if condition is None:
+            raise ValueError(f"condition: None, but the network was made for condition={self.kind!r}")
+        embedded: Tensor = layer(condition)
+        return embedded

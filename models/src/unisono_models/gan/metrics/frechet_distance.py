@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_reduce
-from unisono_models.gan.metrics.agreement import settle
+from unisono_models.gan.metrics.features import settle
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,35 +1,67 @@
-"""What a run shows of itself: pictures as it learns, and at its end the generator exported, a table, a report."""
+"""The training pictures that are nearest to generated ones: what was copied would be seen."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono_models.gan.config import Condition, Config
+from unisono_models.gan.data.dataset import Datasets
 from unisono_models.gan.data.images import Images
-from unisono_models.gan.evaluation import Evaluator
-from unisono_models.gan.export import write_export
-from unisono_models.gan.judge.network import Judge
-from unisono_models.gan.networks.generator import Generator
-from unisono_models.gan.pictures.animation import find_frames, frame_path, write_animation
-from unisono_models.gan.pictures.grid import draw_grid, save_picture
-from unisono_models.gan.pictures.nearest import find_nearest
-from unisono_models.gan.pictures.sheets import COLUMNS, find_real, make_paths, make_rows, show_some
-from unisono_models.gan.source import Source
+from unisono_models.gan.evaluate import Evaluator
+from unisono_models.gan.feature_extractor import Judge
+from unisono_models.gan.figures import draw_grid, find_frames, frame_path, save_picture, write_animation
+from unisono_models.gan.model.export import write_export
+from unisono_models.gan.model.generator import Generator
+from unisono_models.gan.model.sampling import COLUMNS, find_real, make_paths, make_rows, show_some
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.run.plots import readable_name
 from unisono_models.training.run.report import ReportImage, format_number, write_report
 from unisono_models.training.run.run_directory import RunDirectory
 
+_TILE = 1000  # pictures at a time
+
+
+@torch.no_grad()
+def find_nearest(
+    pictures: Tensor, images: Images, *, describe: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """For each of `pictures` (n, c, s, s): the place (n,) of the nearest of `images`, and its distance (n,).
+
+    describe: pictures to features (m, d), between which the distance is Euclidean. None: the root mean square of pixels.
+
+    Example:
+        >>> images = Images(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
+        >>> find_nearest(torch.full((1, 1, 1, 1), 0.5), images)
+        (tensor([1]), tensor([0.5000]))
+    """
+    describe = describe or _pixels
+    wanted = describe(pictures)
+    best, places = wanted.new_full((len(wanted),), torch.inf), torch.zeros(len(wanted), dtype=torch.int64)
+    for tile in torch.arange(len(images)).split(_TILE):
+        found = describe(images.floats(tile, dtype=pictures.dtype, device=pictures.device))
+        nearest = torch.cdist(wanted, found).argmin(1)  # by products, which is fast, and inexact for what is very near
+        distances = (wanted - found[nearest]).norm(dim=1)
+        closer = distances < best
+        best = torch.where(closer, distances, best)
+        places = torch.where(closer.cpu(), tile[nearest.cpu()], places)
+    return places, best.cpu()
+
+
+def _pixels(pictures: Tensor) -> Tensor:
+    flat: Tensor = pictures.flatten(1)
+    return flat.div(flat.shape[1] ** 0.5)
+
+
 HIGHLIGHTS = ("frechet_distance", "label_accuracy", "precision", "recall")
 
 
-def write_frame(run: RunDirectory, average: Generator, source: Source, *, step: int, seed: int) -> None:
+def save_sample_grid(run: RunDirectory, average: Generator, source: Datasets, *, step: int, seed: int) -> None:
     """Keep a picture of what the generator makes after `step`: of the same noise and conditions each time.
 
     Every rank calls this; rank 0 writes samples/step-00000100.png. A disk that is full does not end the run for it.
@@ -44,8 +76,8 @@ def write_frame(run: RunDirectory, average: Generator, source: Source, *, step: 
                 print(f"the picture of step {step:,} cannot be written ({error}). The run goes on", file=sys.stderr)
 
 
-def conclude(
-    run: RunDirectory, config: Config, average: Generator, source: Source, evaluator: Evaluator, figures: Mapping[str, float]
+def write_run_report(
+    run: RunDirectory, config: Config, average: Generator, source: Datasets, evaluator: Evaluator, figures: Mapping[str, float]
 ) -> None:
     """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
     real = evaluator.real()
@@ -72,7 +104,7 @@ def conclude(
 
 
 def draw_pictures(
-    run: RunDirectory, average: Generator, source: Source, evaluator: Evaluator, *, seed: int
+    run: RunDirectory, average: Generator, source: Datasets, evaluator: Evaluator, *, seed: int
 ) -> list[ReportImage]:
     """The pictures of the report, in samples/. One rank calls."""
     kind, found = average.config.condition, []
@@ -122,7 +154,7 @@ def figure_rows(figures: Mapping[str, float], real: Mapping[str, float]) -> list
     ]
 
 
-def _intro(config: Config, source: Source) -> str:
+def _intro(config: Config, source: Datasets) -> str:
     told = {"class": "by class", "vector": "by vector", "text": "by text", "none": "without conditions"}[config.model.condition]
     return (
         f"A generator of pictures of {source.train.size} pixels, {told}, was trained on {len(source.train):,} pictures, "
@@ -166,7 +198,7 @@ def _say_where(run: RunDirectory, kind: Condition) -> None:
     asked = {"class": "", "none": "", "text": ' --texts "red heart"', "vector": " --vectors FILE.npy"}[kind]
     for what, command in (
         ("Report", str(run.path / "report.html")),
-        ("Make more", f"{python} -m unisono_models.gan.sample {run.path}{asked} --out grid.png"),
+        ("Make more", f"{python} -m unisono_models.gan.commands.sample {run.path}{asked} --out grid.png"),
         ("Measure again", f"{python} -m unisono_models.gan.evaluate {run.path}"),
     ):
         console.print(f"{what}:  {command}", soft_wrap=True, highlight=False)

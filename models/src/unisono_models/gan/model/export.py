@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save
 
 from unisono_models.gan.config import Condition, DataConfig, ModelConfig
 from unisono_models.gan.data.images import Images
-from unisono_models.gan.networks.generator import Generator
+from unisono_models.gan.model.generator import Generator
 from unisono_models.training.checkpoint.atomic_file import atomic_write
 from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
 

@@ -34,7 +34,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchLoader:
     """What rank `rank` of `size` gets in each step: slices of one global batch, whatever the number of ranks."""
 
     images: Images

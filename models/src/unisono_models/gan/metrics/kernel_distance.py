@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, Ring, all_reduce
-from unisono_models.gan.metrics.agreement import settle, tile_complaint, tiles_of
+from unisono_models.gan.metrics.features import settle, tile_complaint, tiles_of
 
 DEGREE = 3
 

@@ -1,4 +1,4 @@
-"""Pictures by a trained generator: python -m unisono_models.gan.sample RUN_DIR --labels 3 1 4 1 5 --out grid.png"""
+"""Pictures by a trained generator: python -m unisono_models.gan.commands.sample RUN_DIR --labels 3 1 4 1 5 --out grid.png"""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from PIL import Image
 
 from unisono_models.gan.config import Config
 from unisono_models.gan.data.conditions import read_vectors
-from unisono_models.gan.export import FILES, Exported, read_export
-from unisono_models.gan.pictures.generating import draw_noise
-from unisono_models.gan.pictures.grid import draw_grid, save_picture
-from unisono_models.gan.pictures.sheets import Shown, make_paths, make_pictures, show_classes
+from unisono_models.gan.figures import draw_grid, save_picture
+from unisono_models.gan.model.export import FILES, Exported, read_export
+from unisono_models.gan.model.sampling import Shown, draw_noise, make_paths, make_pictures, show_classes
 from unisono_models.training.run.run_directory import RunError, find_run
 
 _COUNT, _ROWS = 8, 10  # pictures of each condition; rows of an interpolation without any
@@ -93,7 +92,7 @@ def choose(exported: Exported, options: Options) -> Shown:
             raise RunError(
                 'the generator was trained with model.condition=text: say what to show, as --texts "red heart" "a cat"'
             )
-        from unisono_models.gan.data.text_vectors import TextEncoder  # not at the top: brings transformers
+        from unisono_models.gan.data.conditions import TextEncoder  # not at the top: brings transformers
 
         vectors = TextEncoder(exported.text_model, device=torch.device("cpu"))(options.texts)
         return Shown(vectors, options.texts, len(vectors))
@@ -131,7 +130,7 @@ def _check(options: Options) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    options = tyro.cli(Options, prog="python -m unisono_models.gan.sample", args=args)
+    options = tyro.cli(Options, prog="python -m unisono_models.gan.commands.sample", args=args)
     try:
         _check(options)
         find_run(options.run, model="gan", kind=Config, files=FILES)
