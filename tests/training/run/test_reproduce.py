@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,9 +194,12 @@ def toy(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").touch()
     (folder / "__init__.py").touch()
+    (folder / "train.py").touch()
     (folder / "__main__.py").write_text(TRAIN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
+    monkeypatch.setenv(
+        "PYTHONPATH", ":".join([str(tmp_path), str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    )
     yield train_toy(ToyConfig(RunConfig(steps=12, seed=5, dir=tmp_path / "run")), SimpleNamespace(rank=0, size=1, first=True))
     for name in [name for name in sys.modules if name.split(".")[0] == "toys"]:
         del sys.modules[name]
