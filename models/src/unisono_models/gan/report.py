@@ -91,7 +91,7 @@ def write_run_report(
         run,
         title="A GAN that sees the global batch",
         intro=_intro(config, source),
-        pictures=pictures,
+        images=pictures,
         tables={"Generated pictures beside real ones": rows},
         notes=[*source.notes, *_notes(evaluator)],
         summary={**figures, **real},
