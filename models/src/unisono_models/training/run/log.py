@@ -148,7 +148,7 @@ def show_progress(items: Sequence[Item], what: str, *, aloud: bool = True, strea
     """Iterate over `items` while a bar or plain lines show the progress. Nothing is shown unless `aloud`.
 
     Example:
-        pixels = [render_emoji(image) for image in show_progress(drawings, "drawings")]
+        pixels = [render_emoji(image, 32) for image in show_progress(images, "emoji")]
     """
     stream = sys.stderr if stream is None else stream
     if not aloud or _has_room(stream):
