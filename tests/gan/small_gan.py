@@ -1,4 +1,4 @@
-"""A small game in float64, and what ranks with shares of one batch make of it."""
+"""A small gan in float64, and what ranks with shares of one batch make of it."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ CASES: dict[str, tuple[dict[str, object], dict[str, object], float]] = {
 }
 
 
-def make_game(case: str) -> GAN:
+def make_gan(case: str) -> GAN:
     """The same weights for everybody; none is zero, as some are in a new network."""
     model, loss, _ = CASES[case]
     config = ModelConfig(**SMALL, **model)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(1)
     conditions = {"class": CLASSES, "none": 0}.get(config.condition, WIDTH)
-    game = GAN(config, LossConfig(**loss), size=8, channels=1, conditions=conditions).double()  # type: ignore[arg-type]
-    for parameter in game.parameters():
+    gan = GAN(config, LossConfig(**loss), size=8, channels=1, conditions=conditions).double()  # type: ignore[arg-type]
+    for parameter in gan.parameters():
         fan = max(1, parameter[0].numel())
         parameter.data.copy_(torch.randn(parameter.shape, generator=random, dtype=torch.float64) * fan**-0.5)
-    return game
+    return gan
 
 
 def make_batch(condition: str, step: int = 0) -> Batch:
@@ -66,7 +66,7 @@ def make_batch(condition: str, step: int = 0) -> Batch:
     )
 
 
-def share_of(batch: Batch, sizes: Sequence[int]) -> Batch:
+def rows_of_rank(batch: Batch, sizes: Sequence[int]) -> Batch:
     """This rank's rows of it, or of its first ones, if `sizes` do not add up to all."""
     rank = 0 if len(sizes) == 1 else dist.get_rank()
     first = sum(sizes[:rank])
@@ -75,24 +75,26 @@ def share_of(batch: Batch, sizes: Sequence[int]) -> Batch:
     return Batch(batch.images[rows], condition, ids, batch.noise[rows], tuple(sizes), batch.shift)
 
 
-Played = tuple[dict[str, float], dict[str, Tensor]]
+LossesAndGradients = tuple[dict[str, float], dict[str, Tensor]]
 Change = Callable[[GAN], None]
 
 
-def play_once(case: str, sizes: Sequence[int] = (ROWS,), change: Change | None = None, gamma: float | None = None) -> Played:
+def losses_and_gradients(
+    case: str, sizes: Sequence[int] = (ROWS,), change: Change | None = None, gamma: float | None = None
+) -> LossesAndGradients:
     """Losses of both networks, and their gradients after the ranks' are averaged.
 
-    change: what to do to the game before. gamma: another weight of the penalties than that of `case`.
+    change: what to do to the gan before. gamma: another weight of the penalties than that of `case`.
     """
-    game, gamma = make_game(case), CASES[case][2] if gamma is None else gamma
+    gan, gamma = make_gan(case), CASES[case][2] if gamma is None else gamma
     if change is not None:
-        change(game)
-    batch = share_of(make_batch(game.generator.config.condition), sizes)
-    fakes = game.generator(batch.noise, batch.condition)
+        change(gan)
+    batch = rows_of_rank(make_batch(gan.generator.config.condition), sizes)
+    fakes = gan.generator(batch.noise, batch.condition)
     values, gradients = {}, {}
     for name, network, losses in (
-        ("discriminator", game.discriminator, game.discriminator_step(batch, fakes, gamma=gamma)),
-        ("generator", game.generator, game.generator_step(batch, fakes)),
+        ("discriminator", gan.discriminator, gan.discriminator_loss(batch, fakes, gamma=gamma)),
+        ("generator", gan.generator, gan.generator_loss(batch, fakes)),
     ):
         values |= {f"{name} {kind}": float(value.detach()) for kind, value in losses.items()}
         losses["loss"].backward()
@@ -106,9 +108,9 @@ def gradients_of(network: nn.Module, name: str) -> dict[str, Tensor]:
 
 
 @lru_cache
-def played_by_one(case: str, change: Change | None = None, gamma: float | None = None, rows: int = ROWS) -> Played:
+def one_process(case: str, change: Change | None = None, gamma: float | None = None, rows: int = ROWS) -> LossesAndGradients:
     """The same in this process."""
-    return play_once(case, (rows,), change=change, gamma=gamma)
+    return losses_and_gradients(case, (rows,), change=change, gamma=gamma)
 
 
 def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor], network: str = "") -> float:

@@ -1,14 +1,20 @@
-"""Standard deviations within groups of the global batch: values, derivatives, traffic and errors."""
+"""The minibatch standard deviation of the global batch: values, derivatives, traffic and errors."""
+
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from unisono.collectives import MismatchError, checked, count_bytes
+from tests.gan.small_gan import losses_and_gradients, one_process, worst_error
+from unisono.collectives import MismatchError, all_gather, checked, count_bytes
 from unisono.collectives.testing import gradcheck, gradgradcheck
 from unisono_models.gan.model.minibatch_stddev import MinibatchStddev, minibatch_stddev
 
 SPLITS = [(12,), (6, 6), (7, 5), (11, 1), (12, 0), (5, 2, 5), (3, 1, 1, 7), (0, 5, 0, 7)]
+
+
 GROUPS = [1, 2, 3, 4, 5, 50]
 
 
@@ -116,7 +122,7 @@ def test_groups_that_straddle_cost_their_moments(ranks, sizes, group_size, strad
 
 def test_rejects_empty_groups():
     for call in (lambda: MinibatchStddev(0), lambda: minibatch_stddev(whole(), group_size=0)):
-        with pytest.raises(ValueError, match="minibatch_stddev: group_size=0: a group has at least 1 row"):
+        with pytest.raises(ValueError, match="minibatch_stddev: group_size=0: must be at least 1"):
             call()
 
 
@@ -158,3 +164,61 @@ def with_gradient_on_one_rank():
 
 def test_a_gradient_on_one_rank_does_not_hang(ranks):
     ranks(with_gradient_on_one_rank, world_size=2)
+
+
+class GatheredStddev(nn.Module):
+    """Standard deviations over strided groups of 4, as in StyleGAN2, of the rows of all ranks."""
+
+    def __init__(self, gradient):
+        super().__init__()
+        self.gradient = gradient
+
+    def forward(self, x, *, sizes):
+        first = sum(sizes[: dist.get_rank()]) if len(sizes) > 1 else 0
+        return append(x, strided(all_gather(x, sizes=sizes, grad=self.gradient))[first : first + len(x)])
+
+
+class StddevOfEachRank(nn.Module):
+    """The same of this rank's rows alone: what StyleGAN2 and its successors do."""
+
+    def forward(self, x, *, sizes):
+        return append(x, strided(x))
+
+
+def strided(x):
+    return (x.unflatten(0, (4, -1)).var(0, correction=0) + 1e-8).sqrt().flatten(1).mean(1).repeat(4)
+
+
+def append(x, found):
+    return torch.cat([x, found[:, None, None, None].expand(-1, 1, *x.shape[2:])], 1)
+
+
+def use(layer, gan):
+    gan.discriminator.stddev = layer
+
+
+TRUE, SLICE, EACH = (partial(use, layer) for layer in (GatheredStddev("sum"), GatheredStddev("slice"), StddevOfEachRank()))
+
+
+def errors(ranks, change, sizes, gamma=None):
+    """Of the gradients of both networks, against one process."""
+    _, expected = one_process("paired", TRUE, gamma)
+    _, found = ranks(losses_and_gradients, "paired", sizes, change, gamma, world_size=len(sizes))[0]
+    return [worst_error(found, expected, network) for network in ("discriminator", "generator")]
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (40, 24), (63, 1)], ids=str)
+def test_gather_with_slice_gradient_does_not_match_one_process(ranks, sizes):
+    assert max(errors(ranks, TRUE, sizes)) < 1e-12, "the same layer with the true adjoint keeps it"
+    assert min(errors(ranks, SLICE, sizes)) > 1e-3
+
+
+def test_gather_with_slice_gradient_breaks_the_penalties(ranks):
+    alone = 1e9  # times the penalties: all else is rounding
+    assert errors(ranks, TRUE, (32, 32), alone)[0] < 1e-12
+    assert errors(ranks, SLICE, (32, 32), alone)[0] > 0.5
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (40, 24)], ids=str)
+def test_stddev_per_rank_does_not_match_one_process(ranks, sizes):
+    assert min(errors(ranks, EACH, sizes)) > 1e-3

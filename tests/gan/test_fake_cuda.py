@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.gan.small_game import CASES, CLASSES, SMALL, WIDTH
+from tests.gan.small_gan import CASES, CLASSES, SMALL, WIDTH
 from unisono_models.gan.config import LossConfig, ModelConfig
 from unisono_models.gan.data.loader import Batch
 from unisono_models.gan.loss import GAN
@@ -61,14 +61,14 @@ def test_steps_stay_on_the_device(fake_world, case):
     model, loss, _ = CASES[case]
     config = ModelConfig(**SMALL, **model)
     with torch.device("cuda"):
-        game = GAN(config, LossConfig(**loss), size=8, channels=1, conditions=CLASSES if config.condition == "class" else WIDTH)
+        gan = GAN(config, LossConfig(**loss), size=8, channels=1, conditions=CLASSES if config.condition == "class" else WIDTH)
         rows = UNEVEN[RANK]
         ids = torch.zeros(rows, dtype=torch.int64)
         condition = {"class": ids, "none": None}.get(config.condition, torch.empty(rows, WIDTH))
         batch = Batch(torch.empty(rows, 1, 8, 8), condition, ids, torch.empty(rows, 8), UNEVEN, 3)
     with Copies() as copies:
-        fakes = game.generator(batch.noise, batch.condition)
-        for losses in (game.discriminator_step(batch, fakes), game.generator_step(batch, fakes)):
+        fakes = gan.generator(batch.noise, batch.condition)
+        for losses in (gan.discriminator_loss(batch, fakes), gan.generator_loss(batch, fakes)):
             assert all(value.device.type == "cuda" and value.shape == () for value in losses.values())
             assert losses["loss"].requires_grad
     assert copies.seen == []
