@@ -1,12 +1,12 @@
-"""The commands of the GAN: python -m unisono_models.gan COMMAND …"""
+"""python -m unisono_models.gan {train,evaluate,sample} ..."""
 
 from unisono_models.training.commands import run_command
 
-COMMANDS = {
-    "train": ("unisono_models.gan.train", "Train a GAN (with torchrun on several ranks)."),
-    "sample": ("unisono_models.gan.commands.sample", "Generate images with a finished run."),
-    "evaluate": ("unisono_models.gan.commands.evaluate", "Compute the metrics of a finished run again."),
-}
-
-if __name__ == "__main__":
-    run_command("unisono_models.gan", COMMANDS)
+run_command(
+    "unisono_models.gan",
+    {
+        "train": ("unisono_models.gan.train", "Train a model. Start it by torchrun to use several ranks."),
+        "evaluate": ("unisono_models.gan.commands.evaluate", "Compute the metrics of a finished run again."),
+        "sample": ("unisono_models.gan.commands.sample", "Generate images with the generator of a finished run."),
+    },
+)

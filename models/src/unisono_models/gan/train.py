@@ -128,7 +128,3 @@ def raise_if_not_finite(losses: dict[str, torch.Tensor], step: int) -> None:
             f"step {step:,}: {', '.join(names)} is not finite: the training has diverged. Start another run with a lower "
             "--optimizer.lr or a higher --loss.gamma"
         )
-
-
-if __name__ == "__main__":
-    main()
