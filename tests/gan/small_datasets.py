@@ -10,7 +10,7 @@ from unisono_models.training.distributed.launch import Ranks
 
 
 def squares(rows: int, *, labelled: bool = True, size: int = 16, channels: int = 1) -> ImageDataset:
-    """A bright square in one of three corners, of another brightness each, with noise."""
+    """Make noisy images with a bright square in one of three corners, which is the label."""
     random = torch.Generator().manual_seed(rows)
     labels = torch.arange(rows) % 3 if labelled else torch.zeros(rows, dtype=torch.int64)
     pixels = torch.randint(60, (rows, channels, size, size), generator=random, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A small gan in float64, and what ranks with shares of one batch make of it."""
+"""A small GAN in float64, a global batch, and the losses and gradients of any split of it over ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[dict[str, object], dict[str, object], float]] = {
 
 
 def make_gan(case: str) -> GAN:
-    """The same weights for everybody; none is zero, as some are in a new network."""
+    """Build the GAN of a case with the same weights on every rank. No weight is zero, as some are in a new network."""
     model, loss, _ = CASES[case]
     config = ModelConfig(**SMALL, **model)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(1)
@@ -52,7 +52,7 @@ def make_gan(case: str) -> GAN:
 
 
 def make_batch(condition: str, step: int = 0) -> Batch:
-    """The global batch."""
+    """Make the global batch of `step`."""
     random = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(CLASSES, (ROWS,), generator=random)
     vectors = torch.randn(CLASSES, WIDTH, generator=random, dtype=torch.float64)
@@ -67,7 +67,7 @@ def make_batch(condition: str, step: int = 0) -> Batch:
 
 
 def rows_of_rank(batch: Batch, sizes: Sequence[int]) -> Batch:
-    """This rank's rows of it, or of its first ones, if `sizes` do not add up to all."""
+    """Return this rank's rows of the global batch, or of its first sum(sizes) rows."""
     rank = 0 if len(sizes) == 1 else dist.get_rank()
     first = sum(sizes[:rank])
     rows = slice(first, first + sizes[rank])
@@ -82,16 +82,19 @@ Change = Callable[[GAN], None]
 def losses_and_gradients(
     case: str, sizes: Sequence[int] = (ROWS,), change: Change | None = None, gamma: float | None = None
 ) -> LossesAndGradients:
-    """Losses of both networks, and their gradients after the ranks' are averaged.
+    """Return the losses of both networks, and their gradients averaged over the ranks.
 
-    change: what to do to the gan before. gamma: another weight of the penalties than that of `case`.
+    change: a function that changes the GAN before.
+    gamma: weight of the penalties. The default is that of the case.
     """
-    gan, gamma = make_gan(case), CASES[case][2] if gamma is None else gamma
+    gan = make_gan(case)
+    gamma = CASES[case][2] if gamma is None else gamma
     if change is not None:
         change(gan)
     batch = rows_of_rank(make_batch(gan.generator.config.condition), sizes)
     fakes = gan.generator(batch.noise, batch.condition)
-    values, gradients = {}, {}
+    values = {}
+    gradients = {}
     for name, network, losses in (
         ("discriminator", gan.discriminator, gan.discriminator_loss(batch, fakes, gamma=gamma)),
         ("generator", gan.generator, gan.generator_loss(batch, fakes)),
@@ -109,12 +112,12 @@ def gradients_of(network: nn.Module, name: str) -> dict[str, Tensor]:
 
 @lru_cache
 def one_process(case: str, change: Change | None = None, gamma: float | None = None, rows: int = ROWS) -> LossesAndGradients:
-    """The same in this process."""
+    """Return losses_and_gradients of this process with the whole batch."""
     return losses_and_gradients(case, (rows,), change=change, gamma=gamma)
 
 
 def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor], network: str = "") -> float:
-    """Of the tensors of `network`, the largest error relative to the expected one (or a thousandth of all, if it is tiny)."""
+    """Return the largest error of the tensors of `network`, relative to the expected norm (at least 1/1000 of that of all)."""
     assert found.keys() == expected.keys()
     names = [name for name in expected if name.startswith(network)]
     whole = torch.stack([expected[name].norm() for name in names]).norm()

@@ -17,11 +17,11 @@ from unisono_models.gan.feature_extractor import (
 from unisono_models.training.distributed.launch import start_ranks
 
 
-def make(numbers: Tensor, places: Tensor) -> Tensor:
-    """Images of 16 x 16 that belong to their numbers and places."""
+def make(numbers: Tensor, indices: Tensor) -> Tensor:
+    """Make images of 16 x 16 that depend on their numbers and indices."""
     random = torch.Generator().manual_seed(3)
     noise = torch.rand(200, 1, 16, 16, generator=random, dtype=torch.float64)
-    return (small_datasets().train.floats(places) + noise[numbers] - 0.5).clamp(-1, 1)
+    return (small_datasets().train.floats(indices) + noise[numbers] - 0.5).clamp(-1, 1)
 
 
 def evaluate(samples: int, conditional: bool, tile: int) -> list[dict[str, float]]:
@@ -47,10 +47,10 @@ def test_evaluator_matches_one_process(ranks: Callable[..., list[Any]], samples:
 
 
 def fail_on_one(kind: str) -> str:
-    def generate(numbers: Tensor, places: Tensor) -> Tensor:
+    def generate(numbers: Tensor, indices: Tensor) -> Tensor:
         if dist.get_rank() == 1 and kind == "raises":
             raise ArithmeticError("no image today")
-        return make(numbers, places)[:, :, : 15 if dist.get_rank() == 1 else 16]
+        return make(numbers, indices)[:, :, : 15 if dist.get_rank() == 1 else 16]
 
     with start_ranks() as ranks:
         extractor = FeatureExtractor(channels=1, size=16, classes=("a", "b", "c"))
@@ -72,7 +72,7 @@ def test_training_images_score_perfectly() -> None:
     extractor = FeatureExtractor(channels=1, size=16, classes=("a", "b", "c"))
     extractor.initialize(5)
     found = Evaluator(datasets, extractor, alone(), None, EvaluationConfig(samples=50))(
-        lambda _, places: datasets.train.floats(places)
+        lambda _, indices: datasets.train.floats(indices)
     )
     assert found["frechet_distance"] == pytest.approx(0, abs=1e-6)
     assert (found["precision"], found["recall"], found["coverage"]) == (1, 1, 1)

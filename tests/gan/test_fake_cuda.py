@@ -24,7 +24,7 @@ EVEN = (4,) * WORLD
 
 
 class Copies(TorchDispatchMode):
-    """What waits for the device: values that go from there to Python, or from Python's lists and numbers to there."""
+    """Records operations that make the host wait: copies between the device and the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def test_stddev_stays_on_the_device(fake_world, sizes, group_size):
 
 @pytest.mark.parametrize("case", ["paired", "unconditional, groups of 2", "all terms", "all terms, vectors"])
 def test_steps_stay_on_the_device(fake_world, case):
-    """Without penalties: autograd's engine wants a real GPU."""
+    """Without penalties, since autograd's engine needs a real GPU."""
     model, loss, _ = CASES[case]
     config = ModelConfig(**SMALL, **model)
     with torch.device("cuda"):

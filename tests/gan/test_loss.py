@@ -1,4 +1,4 @@
-"""The losses: N ranks against one process for any split, formulas, what a step touches and sends, and errors."""
+"""The losses: N ranks against one process for any split, formulas, gradients, communication and errors."""
 
 import contextlib
 import re
@@ -47,16 +47,17 @@ def test_every_term_matches_one_process(ranks, sizes):
 
 
 def train(sizes):
-    """Twelve steps as train.py plays them: the weights of both networks and the moving average, of two games."""
+    """Take twelve steps as train.py does; return the weights of both networks and the moving average, for two cases."""
     weights = {}
     for case in ("paired", "all terms"):
         gan = make_gan(case)
-        average, seen = start_average(gan.generator), 0
+        average = start_average(gan.generator)
+        seen = 0
         networks = {"discriminator": gan.discriminator, "generator": gan.generator}
         optimizers = {name: Adam(network.parameters(), lr=2e-3, betas=(0.0, 0.99)) for name, network in networks.items()}
         syncs = {name: GradientSync(network.parameters()) for name, network in networks.items()}
 
-        def play(name, loss, syncs=syncs, optimizers=optimizers):
+        def update(name, loss, syncs=syncs, optimizers=optimizers):
             loss.backward()
             syncs[name]()
             optimizers[name].step()
@@ -65,8 +66,8 @@ def train(sizes):
         for step in range(12):
             batch = rows_of_rank(make_batch(gan.generator.config.condition, step), sizes)
             fakes = gan.generator(batch.noise, batch.condition)
-            play("discriminator", gan.discriminator_loss(batch, fakes, gamma=0.0 if step % 2 else 1.0)["loss"])
-            play("generator", gan.generator_loss(batch, fakes)["loss"])
+            update("discriminator", gan.discriminator_loss(batch, fakes, gamma=0.0 if step % 2 else 1.0)["loss"])
+            update("generator", gan.generator_loss(batch, fakes)["loss"])
             seen += sum(batch.sizes)
             update_average(average, gan.generator, batch=sum(batch.sizes), seen=seen, half_life=5000)
         for name, network in {**networks, "average": average}.items():
@@ -75,13 +76,13 @@ def train(sizes):
 
 
 @lru_cache
-def trained_by_one():
+def trained_by_one_process():
     return train((ROWS,))
 
 
 @pytest.mark.parametrize("sizes", [(32, 32), (40, 24), (63, 1), (22, 21, 21)], ids=str)
 def test_twelve_steps_match_one_process(ranks, sizes):
-    expected = trained_by_one()
+    expected = trained_by_one_process()
     for weights in ranks(train, sizes, world_size=len(sizes)):
         assert weights.keys() == expected.keys()
         for name, value in weights.items():
@@ -89,10 +90,10 @@ def test_twelve_steps_match_one_process(ranks, sizes):
 
 
 def test_training_changes_every_weight():
-    for name, value in trained_by_one().items():
+    for name, value in trained_by_one_process().items():
         case, network, parameter = re.split(": |\\.", name, maxsplit=2)
         before = getattr(make_gan(case), network.replace("average", "generator")).get_parameter(parameter).detach()
-        unseen = ("head.bias", "plain.bias")  # a relativistic loss does not see what is added to all scores
+        unseen = ("head.bias", "plain.bias")  # a constant in all scores cancels in a relativistic loss
         assert parameter in unseen or (value - before).abs().max() > 5e-3, name
 
 
@@ -222,7 +223,7 @@ def test_contrastive_loss_of_one_row_is_zero():
 
 
 def traffic_of(case, sizes):
-    """Collectives of the discriminator's losses, their backward, the generator's, and theirs."""
+    """Count the collectives in forward and backward of the discriminator's loss, then of the generator's."""
     gan, gamma = make_gan(case), CASES[case][2]
     batch = rows_of_rank(make_batch(gan.generator.config.condition), sizes)
     fakes = gan.generator(batch.noise, batch.condition)
@@ -240,7 +241,7 @@ def test_losses_communicate_once_unless_groups_straddle(ranks):
     means = {"all_reduce": 1}
     aligned = ranks(traffic_of, "paired", (40, 24), world_size=2)
     assert aligned == [[means] * 4] * 2, "groups on one rank: nothing but the means"
-    # Two passes with two sums each, in both; the slopes, another time back through them.
+    # Two passes of the stddev layer with two sums each; the penalties differentiate through them once more.
     straddling = ranks(traffic_of, "paired", (63, 1), world_size=2)
     assert straddling == [[{"all_reduce": 9}, {"all_reduce": 9}, {"all_reduce": 5}, {"all_reduce": 3}]] * 2
 

@@ -1,4 +1,4 @@
-"""Figures of images: what plain formulas over all rows give, on any number of ranks and any split."""
+"""The metrics: torch-fidelity, plain loops and known values; the same on any number of ranks and any split."""
 
 import math
 import re
@@ -33,7 +33,7 @@ def features(rows: int, seed: int, *, shift: float = 0.0) -> Tensor:
 
 
 def both() -> tuple[Tensor, Tensor]:
-    """Some of the fakes are copies of real ones: then balls end where a fake is, and rounding would decide."""
+    """Return real and fake features. Some fakes are copies: they lie exactly at the edge of a ball, where rounding shows."""
     real, fake = features(REAL, 1), features(FAKE, 2, shift=0.4)
     return real, torch.cat([fake[:-8], real[3:11]])
 

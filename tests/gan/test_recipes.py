@@ -8,7 +8,7 @@ from unisono_models.gan.recipes import RECIPES
 
 @pytest.mark.parametrize("name", list(RECIPES.recipes))
 def test_recipes_build_their_networks(name):
-    """Networks of every recipe can be made; the smallest batch goes through them."""
+    """The networks of every recipe can be built, and a batch of two goes through them."""
     from unisono_models.gan.loss import GAN
 
     config = RECIPES[name]

@@ -1,4 +1,4 @@
-"""What a run leaves behind: sample grids, figures, the report."""
+"""What a run writes: sample grids, figures, the report."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_run_report_writes_export_figures_and_summary(finished):
 
 
 def save_grids_on_ranks(rank_path):
-    """On rank 0: a disk that does not take it is no error; what no rank could draw is one for all."""
+    """A grid that cannot be written is no error; one that cannot be drawn is an error on all ranks."""
     first = torch.distributed.get_rank() == 0
     run, images = RunDirectory(rank_path, False, first), draw_images()
     save_sample_grid(run, make_generator(), Datasets(images, images), step=1, seed=0)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tests.gan.data.image_files import ALONE, build, write_image
 from unisono_models.gan.config import DataConfig
-from unisono_models.gan.data import dataset as source_module
+from unisono_models.gan.data import dataset as dataset_module
 from unisono_models.gan.data.conditions import TextEncoder, encode_captions
 from unisono_models.training.distributed.launch import start_ranks
 
 
-class TileEncoder:
-    """Gives each caption what a forward could depend on: its neighbours in the tile."""
+class GroupEncoder:
+    """Encodes a caption as numbers that depend on the other captions of the same forward."""
 
     fingerprint = "tiles"
 
@@ -32,7 +32,7 @@ class TileEncoder:
 
 def encoded(captions: list[str]) -> Tensor:
     with start_ranks() as ranks:
-        return encode_captions(captions, TileEncoder(), ranks=ranks)  # type: ignore[arg-type]
+        return encode_captions(captions, GroupEncoder(), ranks=ranks)  # type: ignore[arg-type]
 
 
 def test_captions_are_encoded_in_the_same_groups_on_any_number_of_ranks(ranks: Callable[..., list[Any]]) -> None:
@@ -46,7 +46,7 @@ def test_captions_are_encoded_in_the_same_groups_on_any_number_of_ranks(ranks: C
 
 
 def test_classes_without_captions_are_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(source_module, "TextEncoder", TileEncoder)
+    monkeypatch.setattr(dataset_module, "TextEncoder", GroupEncoder)
     for place in range(12):
         write_image(tmp_path / ("ant", "bee", "cow")[place % 3] / f"{place}.png", place)
     rows = "".join(f"{('ant', '', 'cow')[place % 3]}/{place}.png,number {place}\n" for place in range(12) if place % 3 != 1)

@@ -34,7 +34,7 @@ def test_folder_is_the_same_on_one_and_three_ranks(folder: Path, ranks: Callable
     for pixels, labels, vectors, _, classes in (train, test):
         assert pixels.flatten(1).unique(dim=1).shape[1] == 1 and classes == ("ant", "bee", "cow")
         assert torch.equal(labels, pixels[:, 0, 0, 0].long() // 40)
-        assert torch.equal(vectors[:, 0], 2 * (pixels[:, 0, 0, 0].float() / 10))  # rows of broken images count
+        assert torch.equal(vectors[:, 0], 2 * (pixels[:, 0, 0, 0].float() / 10))  # broken images have rows, too
     assert test[1].tolist() == [0, 1, 1, 2]  # round(.4 * 3), round(.4 * 4) and round(.4 * 2) of each
     assert len(notes) == 1 and notes[0].startswith("2 of 11 images skipped. broken image: 2, such as ant/3.png (file 3): ")
     for other in ranks(describe_datasets, config, "vector", world_size=3):
@@ -81,7 +81,7 @@ def test_images_are_cropped_rotated_and_put_on_white(tmp_path: Path) -> None:
     exif[0x0112] = 3  # upside down
     upright.save(tmp_path / "3.png", exif=exif)
     grey, colour = ({int(x[0, 0, 0]): x for x in _all(tmp_path, colour)} for colour in (False, True))
-    assert grey[76].unique().tolist() == [76]  # red alone: black is outside of the centre
+    assert grey[76].unique().tolist() == [76]  # red only: the black parts are outside of the centre square
     assert grey[255].unique().tolist() == [255] and grey[128].unique().tolist() == [128]
     assert grey[0][0].tolist() == [[0, 0], [255, 255]]
     assert colour[255].shape == (3, 2, 2) and (255, 0, 0) in {tuple(x[:, 0, 0].tolist()) for x in _all(tmp_path, True)}

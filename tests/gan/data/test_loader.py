@@ -29,7 +29,7 @@ def make_batches(kind, rank=0, size=1, images=None):
 @pytest.mark.parametrize("kind", ["class", "vector", "none"])
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_batches_of_ranks_are_slices_of_the_global_batch(kind, size):
-    for step in (0, 2, 3):  # the second has the one sample that is left of an epoch
+    for step in (0, 2, 3):  # step 2 has the one sample that is left of the epoch
         whole = make_batches(kind).at(step)
         shares = [make_batches(kind, rank, size).at(step) for rank in range(size)]
         assert whole.sizes == ((1,) if step == 2 else (5,))

@@ -24,7 +24,7 @@ def test_mnist_split_is_the_same_on_every_machine() -> None:
     assert (
         datasets.shapes("class") == {"size": 16, "channels": 1, "conditions": 10} and datasets.shapes("none")["conditions"] == 0
     )
-    assert datasets.fingerprint[:16] == "09e9549bbe90a7d6"  # pixels, their order, and who is held out
+    assert datasets.fingerprint[:16] == "09e9549bbe90a7d6"  # of pixels, their order, and the test set
     whole = read_mnist(size=16).images.pixels.flatten(1)
     both = torch.cat([datasets.train.pixels, datasets.test.pixels]).flatten(1)
     assert sorted(map(bytes, both.numpy())) == sorted(map(bytes, whole.numpy()))
@@ -64,7 +64,7 @@ def test_idx_folder_keeps_order_labels_and_test_set(tmp_path: Path) -> None:
     for name, rows in (("train", slice(0, 4)), ("t10k", slice(4, 6))):
         write_idx(raw / f"{name}-images-idx3-ubyte.gz", pixels[rows])
         write_idx(raw / f"{name}-labels-idx1-ubyte", labels[rows])
-    for place in (raw, tmp_path):  # its root, too, as torchvision is told
+    for place in (raw, tmp_path):  # also the root folder that torchvision gets
         datasets = build(DataConfig(str(place), size=28), "class")
         assert torch.equal(datasets.train.pixels[:, 0], pixels[:4]) and torch.equal(datasets.test.pixels[:, 0], pixels[4:])
         assert datasets.train.classes == ("1", "3", "7")

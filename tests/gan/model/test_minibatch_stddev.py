@@ -19,7 +19,7 @@ GROUPS = [1, 2, 3, 4, 5, 50]
 
 
 def plain(x, group_size):
-    """One process, group by group."""
+    """Compute it in one process, group by group."""
     found = []
     for rows in x.split(group_size):
         deviation = ((rows - rows.mean(0)).square().mean(0) + 1e-8).sqrt().mean()
@@ -32,14 +32,14 @@ def whole(rows=12):
 
 
 def first_and_second(y, x, weights):
-    """Gradients of a sum over all rows, and of a sum of its gradient's squares, both weighted: plain ones hide faults."""
+    """Return the gradient of a weighted sum of `y`, and that of a weighted sum of its squares. Equal weights would hide errors."""
     (first,) = torch.autograd.grad((weights * y).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad((first.square() * weights.view(-1, 1, 1, 1)).sum(), x)
     return first.detach(), second
 
 
 def matches_one_process(sizes, members=None):
-    """On the ranks `members`, or all: the value and both derivatives, with sizes told and asked for."""
+    """Check the value and both derivatives on the ranks `members`, or on all, with and without `sizes`."""
     group = None if members is None else dist.new_group(members)
     if members is not None and dist.get_rank() not in members:
         return
@@ -88,7 +88,7 @@ def test_gradcheck_and_gradgradcheck(ranks, sizes):
 
 
 def traffic_of(sizes, group_size):
-    """Collectives and bytes of forward, backward, and the backward of a gradient's square."""
+    """Return the collectives and bytes of forward, backward and second backward."""
     x = torch.randn(sizes[dist.get_rank()], 2, 3, 5, dtype=torch.float64, requires_grad=True)
     with count_bytes() as forward:
         found = minibatch_stddev(x, group_size=group_size, sizes=sizes)
@@ -114,7 +114,7 @@ def test_groups_on_one_rank_need_no_communication(ranks, sizes, group_size):
 def test_groups_that_straddle_cost_their_moments(ranks, sizes, group_size, straddling):
     row = 2 * 3 * 5 * 8
     size = len(sizes)
-    moments = 2 * (2 * straddling * row * (size - 1) // size)  # means and squares, each by an all_reduce
+    moments = 2 * (2 * straddling * row * (size - 1) // size)  # one all_reduce for the means, one for the squares
     for forward, backward, second in ranks(traffic_of, sizes, group_size, world_size=size):
         assert forward == backward == ("all_reduce", 2, moments)
         assert second[1] <= 4
@@ -155,7 +155,7 @@ def test_all_ranks_raise_if_they_disagree(ranks):
 
 
 def with_gradient_on_one_rank():
-    """Ranks that do not know of each other's gradients run a backward all the same, or the one that needs it would wait."""
+    """Ranks whose input needs no gradient run the backward, too: the rank that needs it would wait for them."""
     x = whole()[:5].requires_grad_(dist.get_rank() == 1)
     found = minibatch_stddev(x, group_size=3)
     found.sum().backward()
@@ -167,7 +167,7 @@ def test_a_gradient_on_one_rank_does_not_hang(ranks):
 
 
 class GatheredStddev(nn.Module):
-    """Standard deviations over strided groups of 4, as in StyleGAN2, of the rows of all ranks."""
+    """The stddev of strided groups of 4, as in StyleGAN2, over the gathered rows of all ranks."""
 
     def __init__(self, gradient):
         super().__init__()
@@ -179,7 +179,7 @@ class GatheredStddev(nn.Module):
 
 
 class StddevOfEachRank(nn.Module):
-    """The same of this rank's rows alone: what StyleGAN2 and its successors do."""
+    """The stddev of strided groups of this rank's rows alone, as in StyleGAN2 and its successors."""
 
     def forward(self, x, *, sizes):
         return append(x, strided(x))
@@ -201,7 +201,7 @@ TRUE, SLICE, EACH = (partial(use, layer) for layer in (GatheredStddev("sum"), Ga
 
 
 def errors(ranks, change, sizes, gamma=None):
-    """Of the gradients of both networks, against one process."""
+    """Return the errors of the gradients of both networks against one process."""
     _, expected = one_process("paired", TRUE, gamma)
     _, found = ranks(losses_and_gradients, "paired", sizes, change, gamma, world_size=len(sizes))[0]
     return [worst_error(found, expected, network) for network in ("discriminator", "generator")]
@@ -209,16 +209,19 @@ def errors(ranks, change, sizes, gamma=None):
 
 @pytest.mark.parametrize("sizes", [(32, 32), (40, 24), (63, 1)], ids=str)
 def test_gather_with_slice_gradient_does_not_match_one_process(ranks, sizes):
-    assert max(errors(ranks, TRUE, sizes)) < 1e-12, "the same layer with the true adjoint keeps it"
+    """A gather whose backward keeps the rank's own slice, as in many copies of distributed.py, gives wrong gradients."""
+    assert max(errors(ranks, TRUE, sizes)) < 1e-12, "with the true adjoint the same layer matches"
     assert min(errors(ranks, SLICE, sizes)) > 1e-3
 
 
 def test_gather_with_slice_gradient_breaks_the_penalties(ranks):
-    alone = 1e9  # times the penalties: all else is rounding
-    assert errors(ranks, TRUE, (32, 32), alone)[0] < 1e-12
-    assert errors(ranks, SLICE, (32, 32), alone)[0] > 0.5
+    """R1 and R2 differentiate twice through the gather: their gradients are off by more than half."""
+    gamma = 1e9  # makes all other terms negligible
+    assert errors(ranks, TRUE, (32, 32), gamma)[0] < 1e-12
+    assert errors(ranks, SLICE, (32, 32), gamma)[0] > 0.5
 
 
 @pytest.mark.parametrize("sizes", [(32, 32), (40, 24)], ids=str)
 def test_stddev_per_rank_does_not_match_one_process(ranks, sizes):
+    """StyleGAN2's layer sees the rows of one rank: results change with the number of ranks."""
     assert min(errors(ranks, EACH, sizes)) > 1e-3
