@@ -32,7 +32,7 @@ def whole(rows=12):
 
 
 def first_and_second(y, x, weights):
-    """Return the gradient of a weighted sum of `y`, and that of a weighted sum of its squares. Equal weights would hide errors."""
+    """Return the gradient of a weighted sum of `y`, and that of a weighted sum of its squares."""
     (first,) = torch.autograd.grad((weights * y).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad((first.square() * weights.view(-1, 1, 1, 1)).sum(), x)
     return first.detach(), second
