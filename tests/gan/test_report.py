@@ -62,5 +62,5 @@ def save_grids_on_ranks(rank_path):
 
 def test_sample_grid_errors_reach_every_rank(ranks, tmp_path):
     one, two = ranks(save_grids_on_ranks, tmp_path, world_size=2)
-    assert one == two and one.startswith("write_frame: rank 0: ")
+    assert one == two and one.startswith("save_sample_grid: rank 0: ")
     assert [file.name for file in (tmp_path / "samples").iterdir()] == ["step-00000001.png"]

@@ -16,8 +16,7 @@ from unisono_models.training.randomness import derive_seed
 from unisono_models.training.run.compare import compare_runs
 
 SHORT = ["--run.steps", "12", "--run.evaluate-every", "6", "--checkpoint.every", "0", "--evaluation.images-every", "4"]
-
-
+SHORT += ["--evaluation.feature-extractor-steps", "10", "--evaluation.samples", "60", "--data.batch", "21"]
 LITTLE = ["--run.stop-after", "5", "--evaluation.images-every", "0", "--evaluation.feature-extractor-steps", "1"]
 EXACT = ["--precision", "float64", "--loss.matching", "0.5", "--loss.contrast", "0.1", "--loss.kind", "all_pairs"]
 

@@ -20,7 +20,7 @@ from unisono_models.gan.data.emoji import read_emoji
 def test_emoji_are_held_out_by_family_in_every_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     concepts, drawings = list_emoji()
     black = torch.zeros(1, 3, 16, 16, dtype=torch.uint8).expand(len(drawings), -1, -1, -1)
-    monkeypatch.setattr(emoji_module, "load_drawings", lambda size, cache=None: black)
+    monkeypatch.setattr(emoji_module, "load_emoji_images", lambda size, cache=None: black)
     found = read_emoji(size=16, cache=tmp_path)
     shown = [concepts[drawing.concept] for drawing in drawings if not concepts[drawing.concept].toned]
     assert found.images.captions == tuple(concept.name for concept in shown) and len(shown) == 5536
