@@ -15,8 +15,8 @@ class DataConfig:
     """The images to train on."""
 
     source: str = "mnist-5k"
-    """The dataset: mnist-5k or emoji (both come with pip packages), a folder of idx files (the format of MNIST and
-    Fashion-MNIST, plain or .gz), or a folder of image files, whose subfolders are the classes."""
+    """The dataset: mnist-5k or emoji (both come with pip packages), or a folder.
+    A folder holds idx files (the format of MNIST and Fashion-MNIST, plain or .gz) or image files in a subfolder per class."""
     size: int = 28
     """Height and width of the images in pixels. Images of another size are scaled."""
     colour: bool = False
@@ -28,8 +28,7 @@ class DataConfig:
     vectors: str = ""
     """For --model.condition vector: a .npy file with one row for each image, in the order of the sorted paths."""
     text_model: str = ""
-    """For --model.condition text: the folder or the Hugging Face name of a text encoder. The default is MiniLM, which comes
-    with a pip package."""
+    """For --model.condition text: the folder or Hugging Face name of a text encoder. The default is MiniLM from a pip package."""
     max_broken: float = 0.01
     """The run stops if a larger fraction of the image files cannot be read."""
 
@@ -87,8 +86,9 @@ class LossConfig:
     """The losses of both networks."""
 
     kind: Literal["paired", "all_pairs", "non_saturating", "hinge"] = "paired"
-    """paired compares each real image with the fake in the same row (RpGAN). all_pairs compares it with every fake of the
-    global batch. non_saturating and hinge look at each image alone."""
+    """paired compares each real image with the fake in the same row (RpGAN).
+    all_pairs compares it with every fake of the global batch.
+    non_saturating and hinge look at each image alone."""
     gamma: float = 3.0
     """Weight of the R1 and R2 penalties at the first step. A penalty is gamma / 2 times the squared gradient of the scores."""
     gamma_final: float = 0.3
@@ -169,9 +169,8 @@ class Config:
     precision: Literal["float32", "float64"] = "float32"
     """dtype of weights and activations. float64 helps to tell rounding errors from bugs."""
     rounding: float = 1e-5
-    """Largest relative difference of the first ten losses that `training reproduce` calls rounding, on other ranks or
-    machines. It is ten times the limit of other models: Adam without momentum takes full steps even where a gradient is
-    nothing but rounding error."""
+    """Largest relative difference of the first ten losses that `training reproduce` calls rounding.
+    It is ten times that of other models: Adam without momentum takes full steps where a gradient is only rounding error."""
 
     def __post_init__(self) -> None:
         for widths in (self.model.generator, self.model.discriminator):

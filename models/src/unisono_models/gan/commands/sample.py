@@ -39,15 +39,15 @@ class SampleOptions:
     run: Annotated[Path, tyro.conf.Positional]
     """The directory of the run."""
     labels: tuple[str, ...] = ()
-    """Names or numbers of classes, for a run with model.condition class. Each gets a column, or a row if their names are long.
-    The default is all classes, at most 20."""
+    """Names or numbers of classes, for a run with model.condition class. The default is all classes, at most 20.
+    Each gets a column, or a row if their names are long."""
     texts: tuple[str, ...] = ()
     """Texts, for a run with model.condition text. Each gets a row."""
     vectors: Path | None = None
     """A .npy file of vectors, for a run with model.condition vector. Each of its rows gets a row."""
     count: int | None = None
-    """Number of images for each label, text or vector (default 8); with --interpolate, number of rows for each (default 1). For
-    a generator without a condition it is the number of all images (default 64), or of all rows (default 10)."""
+    """Number of images for each label, text or vector (default 8); with --interpolate, number of rows for each (default 1).
+    Without a condition: number of all images (default 64), or of all rows (default 10)."""
     interpolate: int | None = None
     """Show rows of this many images that go from one noise vector to another by spherical interpolation."""
     seed: int = 0
