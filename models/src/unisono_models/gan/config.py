@@ -28,7 +28,7 @@ class DataConfig:
     vectors: str = ""
     """For --model.condition vector: a .npy file with one row for each image, in the order of the sorted paths."""
     text_model: str = ""
-    """For --model.condition text: the folder or Hugging Face name of a text encoder. The default is MiniLM from a pip package."""
+    """For --model.condition text: a folder or Hugging Face name of a text encoder. The default is MiniLM from a pip package."""
     max_broken: float = 0.01
     """The run stops if a larger fraction of the image files cannot be read."""
 
