@@ -83,7 +83,7 @@ def test_links_and_images_exist(path):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS])
 def test_files_that_a_document_names_exist(path):
-    """`clip.py`, `tiled/tiles.py`, `planner/`: an existing file or folder whose path ends so, below the document's own folder."""
+    """`clip.py`, `planner/`: the path of a file or folder below the document's own folder ends with this name."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     files = [ROOT / name for name in tracked if (ROOT / name).is_relative_to(path.parent)]
     known = {str(place) for file in files for place in (file, *(f"{folder}/" for folder in file.parents))}
