@@ -74,11 +74,11 @@ class OurStep:
         from clip_towers import make_clip
 
         from unisono_models.clip.config import ObjectiveConfig, OptimizerConfig
-        from unisono_models.clip.objective import Learner
+        from unisono_models.clip.loss import Learner
         from unisono_models.clip.optimizer import make_optimizer
         from unisono_models.training.config import ParallelConfig
-        from unisono_models.training.parallel import parallelize
-        from unisono_models.training.ranks import Ranks
+        from unisono_models.training.distributed.launch import Ranks
+        from unisono_models.training.distributed.parallel import parallelize
 
         self.ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
         self.learner = Learner(make_clip(), ObjectiveConfig(**objective))
@@ -89,14 +89,14 @@ class OurStep:
         self.clip_norm = CLIP_NORM
 
     def __call__(self, batch: Batch) -> Tensor:
-        from unisono_models.clip.objective import backward
+        from unisono_models.clip.loss import backward
         from unisono_models.clip.optimizer import set_learning_rate
-        from unisono_models.training.parallel import precision_of
+        from unisono_models.training.distributed.parallel import autocast_context
 
         made = {"images": batch.images, "text": batch.tokens, "concepts": batch.places, "index": batch.places}
         self.model.train()
         set_learning_rate(self.optimizer, self.settings, 0, 1000)
-        with precision_of(self.parallel, self.ranks):
+        with autocast_context(self.parallel, self.ranks):
             losses = backward(self.model, self.learner, {**made, "step": 0, "seed": 0})
         torch.nn.utils.clip_grad_norm_(self.learner.parameters(), self.clip_norm)
         self.optimizer.step()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from unisono_models.clip.config import ClipConfig, ImageConfig, TextConfig
 from unisono_models.clip.model import Clip
-from unisono_models.clip.text import CaptionTokenizer
+from unisono_models.clip.model.tokenizer import CaptionTokenizer
 
 WIDTH = 256  # of the space that both towers map to
 PIXELS = 32

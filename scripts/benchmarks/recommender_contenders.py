@@ -68,11 +68,11 @@ class Ours:
 
     def __init__(self, work: Workload, *, optimizer: str = "rowwise_adagrad", prefetch: bool = False) -> None:
         from unisono_models.recommender.config import Config, DataConfig, TablesConfig
-        from unisono_models.recommender.objective import make_learner
-        from unisono_models.recommender.source import Source
+        from unisono_models.recommender.data.dataset import Datasets
+        from unisono_models.recommender.loss import build_training_module
         from unisono_models.training.config import RunConfig
-        from unisono_models.training.parallel import parallelize
-        from unisono_models.training.ranks import Ranks
+        from unisono_models.training.distributed.launch import Ranks
+        from unisono_models.training.distributed.parallel import parallelize
 
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
         self.work, self.prefetch = work, prefetch
@@ -80,7 +80,7 @@ class Ours:
         tables = TablesConfig(plan="auto", optimizer=cast(Any, optimizer), lr=LR)
         config = Config(run=RunConfig(steps=1), data=DataConfig(batch=size), model=MODEL, tables=tables)
         source = SimpleNamespace(features=work.features(), sample=self._batch(0), mapped=False, ratings=None)
-        learner = make_learner(config, cast(Source, source), dtype=torch.float32, device=ranks.device)
+        learner = build_training_module(config, cast(Datasets, source), dtype=torch.float32, device=ranks.device)
         model = cast(Any, learner.model)
         model.head.load_state_dict(make_head().state_dict())
         for key, weight in learner.tables.collection.state_dict().items():  # DTensors: tables.table_f0.weight and so on
@@ -133,11 +133,11 @@ class Dense:
 
     def step(self, fields: Tensor, numbers: Tensor, labels: Tensor) -> Tensor:
         """The backward goes on into `fields`, (rows, tables, DIM), and what made them."""
-        from unisono_models.recommender.heads.inputs import Inputs
+        from unisono_models.recommender.model.heads import HeadInputs
 
         first = int(self.head.linear)  # before it the weight of the linear term, as in ClickModel.score
         weights = fields[..., 0] if first else fields.new_zeros(fields.shape[:2])
-        logits = self.model(Inputs(fields[..., first:], weights, numbers))
+        logits = self.model(HeadInputs(fields[..., first:], weights, numbers))
         loss = F.binary_cross_entropy_with_logits(logits, labels)
         loss.backward()
         self.optimizer.step()

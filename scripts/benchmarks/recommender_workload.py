@@ -9,9 +9,8 @@ from embedding_workload import BATCHES, DIM, POOLINGS, TABLES, Popularity, Setti
 from torch import Tensor
 
 from unisono_models.recommender.config import ModelConfig
-from unisono_models.recommender.features import Feature
-from unisono_models.recommender.heads.deep import Dlrm
-from unisono_models.recommender.heads.inputs import Shape
+from unisono_models.recommender.data.features import Feature
+from unisono_models.recommender.model.heads import Dlrm, HeadShape
 
 Case = Literal["one id", "bags"]
 CASES: dict[Case, tuple[int, ...]] = {"one id": (1,) * TABLES, "bags": POOLINGS}
@@ -60,7 +59,7 @@ def make_head() -> Dlrm:
     """The dense part: the same first weights on every rank and for every contender."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Dlrm(Shape(TABLES, WIDTH, NUMBERS, MODEL))
+        return Dlrm(HeadShape(TABLES, WIDTH, NUMBERS, MODEL))
 
 
 def dense_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:

@@ -8,7 +8,7 @@ import torch
 
 from tests.clip.small_clip import CAPTIONS
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.training.skipped import Skip
+from unisono_models.datasets.skip_report import SkippedSample
 
 WORDS = sorted({word for text in CAPTIONS for word in text.split()})
 
@@ -37,7 +37,7 @@ class MadePairs:
         images = torch.zeros(len(kept), 3, size, size, dtype=torch.uint8)
         for place, row in enumerate(kept):
             images[place].random_(256, generator=torch.Generator().manual_seed(1000 * self.seed + row % self.drawings))
-        skipped = tuple(Skip(row, str(row), "broken image") for row in indices if row in self.broken)
+        skipped = tuple(SkippedSample(row, str(row), "broken image") for row in indices if row in self.broken)
         index = torch.tensor([row % self.drawings for row in kept], dtype=torch.int64)
         return PairBatch(images, self.captions(kept), torch.from_numpy(self.concepts(kept)), index, skipped)
 

@@ -4,10 +4,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from unisono_models.clip.config import ClipConfig, ImageConfig, ObjectiveConfig, TextConfig
+from unisono_models.clip.loss import Learner
 from unisono_models.clip.model import Clip
-from unisono_models.clip.objective import Learner
-from unisono_models.clip.text import CaptionTokenizer
-from unisono_models.training.dropout import SampleDropout
+from unisono_models.clip.model.tokenizer import CaptionTokenizer
+from unisono_models.training.randomness import SampleDropout
 
 CAPTIONS = ["red heart", "blue heart", "dog face", "cat face", "red heart", "flag of the town", "a dog with a red heart"]
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

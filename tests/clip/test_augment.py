@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from unisono_models.clip.augment import AugmentConfig, augment
+from unisono_models.clip.data.augment import AugmentConfig, augment
 from unisono_models.clip.recipes import DRAWINGS
 
 STILL = AugmentConfig(

@@ -18,18 +18,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.contrastive.test_scale import LiveBytes, first_blocks, on_fake_cuda
+from tests.contrastive.test_fake_cuda import LiveBytes, first_blocks, on_fake_cuda
 from unisono.collectives import count_bytes
-from unisono.contrastive.blocks import Circling
-from unisono_models.clip.batches import Batches
+from unisono.contrastive.tiled.columns import RingColumns
 from unisono_models.clip.config import Config
+from unisono_models.clip.data.loader import Batches
 from unisono_models.clip.data.pairs import PairBatch
+from unisono_models.clip.loss import Learner
 from unisono_models.clip.model import Clip
-from unisono_models.clip.objective import Learner
+from unisono_models.clip.model.tokenizer import CaptionTokenizer
 from unisono_models.clip.recipes import RECIPES
-from unisono_models.clip.text import CaptionTokenizer
-from unisono_models.training.parallel import dtype_of, parallelize, precision_of, repeated_blocks
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.parallel import autocast_context, find_repeated_blocks, parallelize, parameter_dtype
 
 NAMES = ["vitb16_datacomp", "vitl14_datacomp"]
 RANK, ROWS, HOST = 17, 128, 8  # this rank; pairs on each; ranks of a host
@@ -68,7 +68,7 @@ def without_data() -> Iterator[None]:
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
         mock.patch("torch.cuda.is_bf16_supported", return_value=True),
-        mock.patch.object(Circling, "__iter__", first_blocks),
+        mock.patch.object(RingColumns, "__iter__", first_blocks),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield
@@ -78,7 +78,7 @@ def make_batch(config: Config, learner: Learner, device: torch.device) -> dict:
     """A rank's batch of a step, from what the readers give to what the learner takes."""
     size, numbers = config.model.image.size, torch.arange(ROWS)
     pairs = PairBatch(torch.zeros(ROWS, 3, size, size, dtype=torch.uint8), ["w1 w2 w3"] * ROWS, numbers, numbers)
-    batches = Batches(learner.clip.tokenizer, None, config.augment, 0, device, dtype_of(config.parallel), False)
+    batches = Batches(learner.clip.tokenizer, None, config.augment, 0, device, parameter_dtype(config.parallel), False)
     return batches.make(pairs, step=3, epoch=0)
 
 
@@ -87,7 +87,7 @@ def test_towers_have_their_numbers_of_parameters(name, image, layers):
     config, learner = RECIPES[name], built(name)
     assert {parameter.device.type for parameter in learner.parameters()} == {"meta"}
     assert parameters(learner.clip.image.trunk) == pytest.approx(image, rel=0.01)
-    assert len(list(repeated_blocks(learner.clip.image))) == layers
+    assert len(list(find_repeated_blocks(learner.clip.image))) == layers
     text, width = learner.clip.text.trunk.config, learner.clip.text.features
     embeddings = (config.model.text.vocabulary + text.max_position_embeddings) * width
     blocks = text.num_hidden_layers * (4 * width**2 + 2 * width * text.intermediate_size)
@@ -103,7 +103,7 @@ def test_whole_forward_waits_for_no_device(name):
     config, learner = RECIPES[name], deepcopy(built(name)).train()
     with one_of(config.data.batch // ROWS) as ranks, without_data():
         learner.to_empty(device="cuda")
-        with precision_of(config.parallel, ranks):
+        with autocast_context(config.parallel, ranks):
             batch = make_batch(config, learner, ranks.device)
             features = [learner(batch, part) for part in learner.parts]
             rounded = learner.clip.image(batch["images"])
@@ -138,7 +138,7 @@ def test_sharded_model_trains_in_the_memory_of_one_device():
     """ViT-L/14 on 128 ranks, parameters shared by the ranks of a host. Fake CPU tensors: FSDP2 asks for streams of a GPU."""
     name = "vitl14_datacomp"
     config, learner = RECIPES[name], deepcopy(built(name)).train()
-    blocks, total = len(list(repeated_blocks(learner))), parameters(learner)
+    blocks, total = len(list(find_repeated_blocks(learner))), parameters(learner)
     with one_of(config.data.batch // ROWS, "cpu") as ranks:
         model = parallelize(learner, replace(config.parallel, compile=False), ranks)
         mesh = next(model.parameters()).device_mesh
@@ -147,7 +147,7 @@ def test_sharded_model_trains_in_the_memory_of_one_device():
         with without_data():
             model.to_empty(device="cpu")
             batch = make_batch(config, learner, ranks.device)
-            with count_bytes() as traffic, LiveBytes() as live, precision_of(config.parallel, ranks):
+            with count_bytes() as traffic, LiveBytes() as live, autocast_context(config.parallel, ranks):
                 features = [model(batch, part) for part in learner.parts]
                 torch.autograd.backward(features, [torch.ones_like(x) for x in features])
     assert {name for name, parameter in learner.named_parameters() if parameter.grad is None} == {"pairs.log_scale"}

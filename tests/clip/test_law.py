@@ -6,11 +6,11 @@ import torch.distributed as dist
 
 from tests.clip.small_clip import small_batch, small_learner
 from unisono_models.clip.config import ObjectiveConfig, OptimizerConfig
-from unisono_models.clip.objective import backward
+from unisono_models.clip.loss import backward
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
 from unisono_models.training.config import ParallelConfig
-from unisono_models.training.parallel import parallelize
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.parallel import parallelize
 
 SPLITS = {1: (7,), 2: (5, 2), 3: (3, 0, 4), 4: (2, 0, 4, 1)}
 OBJECTIVES = {

@@ -15,14 +15,13 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.clip.pictures import sample, write_tars
 from unisono.collectives import all_reduce
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono_models.clip.data import loader
+from unisono_models.clip.data.files import SomePairs, open_pairs
 from unisono_models.clip.data.loader import load_steps
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.clip.data.sources import open_pairs
-from unisono_models.clip.data.splits import SomePairs
-from unisono_models.training.order import SampleOrder
-from unisono_models.training.skipped import Skipped
+from unisono_models.datasets.skip_report import SkipReport
+from unisono_models.training.sampler import StepSampler
 
 
 class Numbers:
@@ -53,9 +52,9 @@ def same(a, b):
 
 def reads_ahead_in_order(folder):
     """Workers beside a gloo group: a collective after each batch, and what they skipped comes home with it."""
-    ranks = resolve(None)
+    ranks = resolve_group(None)
     pairs = open_pairs(folder, cache=folder)
-    order = SampleOrder(samples=len(pairs), batch=5, seed=0)
+    order = StepSampler(samples=len(pairs), batch=5, seed=0)
 
     def rows(step):
         return order.share(step, ranks.rank, ranks.size)
@@ -63,7 +62,7 @@ def reads_ahead_in_order(folder):
     random = torch.get_rng_state()
     inline = list(load_steps(pairs, rows, 6, first=2, last=8))
     ahead = load_steps(pairs, rows, 6, first=2, last=8, workers=2)
-    skipped, total = Skipped(), torch.zeros(())
+    skipped, total = SkipReport(), torch.zeros(())
     for expected, batch in zip(inline, ahead, strict=True):
         same(batch, expected)
         skipped.add(batch)

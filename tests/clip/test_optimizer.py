@@ -9,11 +9,11 @@ from torch import nn
 
 from tests.clip.small_clip import BERT, small_learner
 from unisono_models.clip.config import ImageConfig, ObjectiveConfig, OptimizerConfig, TextConfig
+from unisono_models.clip.model.towers import ImageTower, TextTower
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
-from unisono_models.clip.towers import ImageTower, TextTower
 from unisono_models.training.config import ParallelConfig
-from unisono_models.training.parallel import parallelize
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.parallel import parallelize
 
 CONFIG = OptimizerConfig(lr=0.01, weight_decay=0.2, layer_decay=0.5)
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tests.clip.colours import HOSTILE, colour_gallery
-from unisono_models.clip.serve import SearchServer
+from unisono_models.clip.commands.serve import SearchServer
 
 selenium = pytest.importorskip("selenium", reason="drives the browser: pip install selenium")
 CHROMIUM, DRIVER = (shutil.which(name, path="/usr/bin:/usr/local/bin") for name in ("chromium", "chromedriver"))

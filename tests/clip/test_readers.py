@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.clip.pictures import COLOURS, colours_of, noise, picture, sample, write_parquet, write_table, write_tars
-from unisono.collectives.groups import resolve
-from unisono_models.clip.data import images, tar_index, tars
+from unisono.collectives.groups import resolve_group
+from unisono_models.clip.data import images
+from unisono_models.clip.data import tar_pairs as tar_index
+from unisono_models.clip.data import tar_pairs as tars
+from unisono_models.clip.data.csv_pairs import TablePairs
+from unisono_models.clip.data.files import expand_braces, find_files, open_pairs, split_pairs
 from unisono_models.clip.data.images import BrokenImageError, decode_image
-from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.clip.data.records import clean_text, concept_from, concept_of, printable
-from unisono_models.clip.data.sources import expand_braces, find_files, open_pairs
-from unisono_models.clip.data.splits import split_pairs
-from unisono_models.clip.data.tables import TablePairs
-from unisono_models.clip.data.tar_index import TextFields, index_tar
-from unisono_models.training.skipped import Skip, Skipped
+from unisono_models.clip.data.pairs import PairBatch, clean_text, concept_from, concept_of, printable
+from unisono_models.clip.data.tar_pairs import TextFields, index_tar
+from unisono_models.datasets.skip_report import SkippedSample, SkipReport
 
 fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -171,17 +171,17 @@ def batch_with(kept, skips):
 
 
 def counts_and_raises_alike():
-    rank = resolve(None).rank
-    skipped = Skipped()
-    skipped.add(batch_with(100 - rank, [Skip(k, f"r{rank}", "broken image", "no") for k in range(rank)]))
+    rank = resolve_group(None).rank
+    skipped = SkipReport()
+    skipped.add(batch_with(100 - rank, [SkippedSample(k, f"r{rank}", "broken image", "no") for k in range(rank)]))
     summary = skipped.summary()
     assert summary["read"] == 300 and summary["reasons"] == {"broken image": 3}
     assert [name for _, name, _ in summary["examples"]["broken image"]] == ["r1", "r2", "r2"]
     skipped.check(0.01)
     with pytest.raises(ValueError, match=r"3 of 300 pairs skipped. broken image: 3, such as r1 \(row 0\): no;.*\nThis is more"):
         skipped.check(0.009)
-    resumed = Skipped(before=json.loads(json.dumps(summary)))
-    resumed.add(batch_with(9, [Skip(1, "late", "empty caption")]))
+    resumed = SkipReport(before=json.loads(json.dumps(summary)))
+    resumed.add(batch_with(9, [SkippedSample(1, "late", "empty caption")]))
     return resumed.report()
 
 
@@ -192,8 +192,8 @@ def test_skips_are_counted_over_ranks_and_stop_all_of_them(ranks):
 
 
 def test_first_broken_pair_does_not_end_a_run():
-    skipped = Skipped()
-    skipped.add(batch_with(1, [Skip(0, "a", "broken image")]))
+    skipped = SkipReport()
+    skipped.add(batch_with(1, [SkippedSample(0, "a", "broken image")]))
     skipped.check(0.01)
     with pytest.raises(ValueError, match="1 of 2"):
         skipped.check(0.01, at_least=0)
@@ -470,7 +470,7 @@ def test_tables_without_columns_or_rows_are_refused(tmp_path, content, words):
 
 
 def test_hugging_face_parquet(tmp_path, monkeypatch):
-    from unisono_models.clip.data import parquet
+    from unisono_models.clip.data import parquet_pairs as parquet
 
     monkeypatch.setattr(parquet, "_CACHE_BYTES", 1)  # one row group at a time
     for part in range(2):
@@ -571,7 +571,7 @@ def test_addresses_and_commands_are_refused(source):
 
 
 def reads_on_ranks(folder, cache, own):
-    rank = resolve(None).rank
+    rank = resolve_group(None).rank
     pairs = open_pairs(folder, cache=cache)
     train, held_out = split_pairs(pairs, 0.3, seed=1)
     with pytest.raises(Exception, match=r"ranks \[1(, 2)?\] see other files than rank 0"):
@@ -602,11 +602,17 @@ def test_ranks_share_the_work_and_agree(ranks, tmp_path):
 
 def keeps_index(folder, caches):
     """Whether this rank wrote the index of all tars, where its pairs are mapped from, and what it reads."""
-    written, save, cache = [], tars.save_index, caches[resolve(None).rank]
+    written, save, cache = [], tars.save_index, caches[resolve_group(None).rank]
+
+    def saving(path, *index):
+        if path.name.startswith("tars-"):  # the others are of single tars
+            written.append(path.parent.name)
+        return save(path, *index)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tars, "save_index", lambda path, *index: written.append(path.parent) or save(path, *index))
+        patch.setattr(tars, "save_index", saving)
         pairs = open_pairs(folder, cache=cache)
-    return [path.name for path in written], pairs._kept and pairs._kept.parent.name, pairs.captions(range(len(pairs)))
+    return written, pairs._kept and pairs._kept.parent.name, pairs.captions(range(len(pairs)))
 
 
 def test_index_is_written_once_for_each_cache_of_a_host(ranks, tmp_path):

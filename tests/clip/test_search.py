@@ -11,16 +11,15 @@ from PIL import Image
 
 from tests.clip.colours import HOSTILE, colour_gallery
 from tests.clip.small_clip import small_config, small_tokenizer
+from unisono_models.clip import gallery as gallery_features
 from unisono_models.clip import gallery as gallery_module
-from unisono_models.clip import gallery_features
+from unisono_models.clip.commands.search import main, slug
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.clip.gallery import Gallery
+from unisono_models.clip.gallery import Gallery, RunError, find_export, open_gallery
 from unisono_models.clip.model import Clip
-from unisono_models.clip.picture import Row, draw_results, draw_searches
-from unisono_models.clip.run_gallery import RunError, find_export, open_gallery
-from unisono_models.clip.search import main, slug
-from unisono_models.emoji import concepts as emoji_concepts
-from unisono_models.emoji import drawings as emoji_drawings
+from unisono_models.clip.report import Row, draw_results, draw_searches
+from unisono_models.datasets.emoji import concepts as emoji_concepts
+from unisono_models.datasets.emoji import images as emoji_drawings
 
 COLOURS = ("red", "green", "blue", "white")
 
@@ -147,7 +146,7 @@ def test_emoji_gallery_finds_each_concept_once_with_all_drawings(clip, few_emoji
         assert all(concepts[drawings[k].concept].name == hit.label for k in (hit.index, *hit.others))
     assert "☎️" in {hit.emoji for hit in hits}, "to be copied as they are written, with U+FE0F"
     assert any(concept.toned for concept in concepts) and not any("skin" in hit.label for hit in gallery.search("a", top=999))
-    pixels = emoji_drawings.load_drawings(16, cache=tmp_path)
+    pixels = emoji_drawings.load_emoji_images(16, cache=tmp_path)
     torch.testing.assert_close(gallery.features, clip.encode_images(pixels), atol=1e-5, rtol=0)
     assert gallery.draw(7, 16).tobytes() == pixels[7].permute(1, 2, 0).contiguous().numpy().tobytes()
 

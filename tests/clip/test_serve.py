@@ -19,9 +19,9 @@ from PIL import Image
 
 from tests.clip.colours import HOSTILE, colour_gallery
 from tests.clip.small_clip import small_config, small_tokenizer
-from unisono_models.clip import serve
+from unisono_models.clip.commands import serve
+from unisono_models.clip.commands.serve import SearchServer
 from unisono_models.clip.model import Clip
-from unisono_models.clip.serve import SearchServer
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from collections import Counter
 import pytest
 
 from tests.clip.pictures import picture, write_table
-from unisono_models.clip import source as module
 from unisono_models.clip.config import DataConfig, TextConfig
-from unisono_models.clip.data.tables import TablePairs
-from unisono_models.clip.source import SpreadCaptions, open_source
-from unisono_models.clip.text import make_tokenizer, shared_tokenizer
-from unisono_models.training.ranks import start_ranks
+from unisono_models.clip.data import dataset as module
+from unisono_models.clip.data.csv_pairs import TablePairs
+from unisono_models.clip.data.dataset import SpreadCaptions, open_source
+from unisono_models.clip.model.tokenizer import make_tokenizer, shared_tokenizer
+from unisono_models.training.distributed.launch import start_ranks
 
 TEXT = TextConfig(vocabulary=200, tokens=9)
 

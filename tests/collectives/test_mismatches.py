@@ -23,7 +23,7 @@ from unisono.collectives import (
     scatter,
     shift,
 )
-from unisono.collectives.checking import _mode_of_the_run
+from unisono.collectives.checks import _environment_mode
 from unisono.collectives.testing import run_ranks
 
 # By name, what two ranks call: a function of the rank. All of it is refused without checked().
@@ -165,7 +165,7 @@ def test_call_sites_can_be_left_out():
 
 def everything_under_check(mode: str) -> None:
     os.environ["UNISONO_CHECK"] = mode
-    _mode_of_the_run.cache_clear()
+    _environment_mode.cache_clear()
     try:
         x = torch.randn(2 + dist.get_rank(), 3, requires_grad=True)
         loss = all_gather(x).sum() + shift(x).sum() + all_reduce(x.sum()) + global_mean(x) + all_gather({"x": x})["x"].sum()
@@ -175,7 +175,7 @@ def everything_under_check(mode: str) -> None:
             all_reduce(x.sum(), ["sum", "avg", "sum"][dist.get_rank()])
     finally:
         del os.environ["UNISONO_CHECK"]
-        _mode_of_the_run.cache_clear()
+        _environment_mode.cache_clear()
 
 
 @pytest.mark.parametrize("mode", ["1", "calls"])

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.collectives.one_process import SKEWED, group_named
 from unisono.collectives import Ring, all_reduce, average_gradient, count_bytes, global_mean
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono.collectives.testing import gradcheck, gradgradcheck
 
 
@@ -14,7 +14,7 @@ def goes_round(group_name, with_sizes):
     group, members = group_named(group_name)
     if not members:
         return
-    ranks, sizes = resolve(group), SKEWED[: len(members)]
+    ranks, sizes = resolve_group(group), SKEWED[: len(members)]
     generator = torch.Generator().manual_seed(0)
     everyone = [torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in sizes]
     labels = [torch.arange(n) + 10 * r for r, n in enumerate(sizes)]

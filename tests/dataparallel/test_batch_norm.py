@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.collectives.one_process import group_named
 from unisono.collectives import MismatchError, all_gather, all_reduce, checked, count_bytes
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 from unisono.collectives.testing import gradcheck, gradgradcheck
 from unisono.dataparallel.batch_norm import SyncBatchNorm
 from unisono.dataparallel.batch_normalization import sync_batch_norm
@@ -53,7 +53,7 @@ def steps(norm, x):
 
 
 def matches_one_process(sizes, group=None, kinds=tuple(KINDS)):
-    rank = resolve(group).rank
+    rank = resolve_group(group).rank
     for kind in kinds:
         reference_class, positions = KINDS[kind]
         for options in OPTIONS:
@@ -87,7 +87,7 @@ def test_few_and_empty_batches_match_one_process(ranks, sizes):
 def in_a_group(name):
     group, members = group_named(name)
     if members:
-        matches_one_process(SPLITS[resolve(group).size], group, ("2d",))
+        matches_one_process(SPLITS[resolve_group(group).size], group, ("2d",))
 
 
 @pytest.mark.parametrize("name", ["without rank 0", "mesh dimension", "1-D mesh"])

@@ -5,8 +5,8 @@ import torch
 
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.game.batches import Batches
-from unisono_models.training.order import SampleOrder
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.sampler import StepSampler
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def make_images(rows=11):
 
 def make_batches(kind, rank=0, size=1, images=None):
     images = images or make_images()
-    return Batches(images, kind, SampleOrder(len(images), 5, 3), 37, 3, Ranks(rank, size, rank, CPU), torch.float64)
+    return Batches(images, kind, StepSampler(len(images), 5, 3), 37, 3, Ranks(rank, size, rank, CPU), torch.float64)
 
 
 @pytest.mark.parametrize("kind", ["class", "vector", "none"])
@@ -44,7 +44,7 @@ def test_steps_differ_and_conditions_are_those_of_the_pictures():
     images = make_images()
     batches = make_batches("vector")
     for step in range(6):
-        batch, samples = batches.at(step), SampleOrder(11, 5, 3).at(step)
+        batch, samples = batches.at(step), StepSampler(11, 5, 3).at(step)
         assert torch.equal(batch.images, images.floats(samples, dtype=torch.float64))
         assert torch.equal(batch.condition, images.vectors[samples].double())
         assert torch.equal(batch.ids[:, None] == batch.ids, images.labels[samples][:, None] == images.labels[samples])

@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from unisono_models.emoji import drawings as drawings_module
-from unisono_models.emoji.concepts import list_emoji
-from unisono_models.emoji.groups import GROUPS
+from unisono_models.datasets.emoji import images as drawings_module
+from unisono_models.datasets.emoji.concepts import list_emoji
+from unisono_models.datasets.emoji.groups import GROUPS
 from unisono_models.gan import source as source_module
 from unisono_models.gan.config import Condition, DataConfig
 from unisono_models.gan.data import emoji as emoji_module
@@ -32,7 +32,7 @@ from unisono_models.gan.data.scaling import scale_grey, set_channels
 from unisono_models.gan.data.splits import hold_out
 from unisono_models.gan.data.text_vectors import TextEncoder, encode_captions
 from unisono_models.gan.source import Source, open_source
-from unisono_models.training.ranks import Ranks, start_ranks
+from unisono_models.training.distributed.launch import Ranks, start_ranks
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
@@ -423,7 +423,7 @@ def test_minilm_vectors_do_not_depend_on_padding_and_know_words(tmp_path: Path) 
 def test_emoji_hold_out_families_in_every_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     concepts, drawings = list_emoji()
     black = torch.zeros(1, 3, 16, 16, dtype=torch.uint8).expand(len(drawings), -1, -1, -1)
-    monkeypatch.setattr(emoji_module, "load_drawings", lambda size, cache=None: black)
+    monkeypatch.setattr(emoji_module, "load_emoji_images", lambda size, cache=None: black)
     found = read_emoji(size=16, test_part=0.2, cache=tmp_path)
     shown = [concepts[drawing.concept] for drawing in drawings if not concepts[drawing.concept].toned]
     assert found.images.captions == tuple(concept.name for concept in shown) and len(shown) == 5536

@@ -16,7 +16,7 @@ from unisono_models.gan.judge.kept import classes_of, read_judge, ready_judge, w
 from unisono_models.gan.judge.network import Judge
 from unisono_models.gan.judge.training import train_judge
 from unisono_models.gan.source import Source, open_source
-from unisono_models.training.ranks import Ranks, start_ranks
+from unisono_models.training.distributed.launch import Ranks, start_ranks
 
 
 def squares(rows: int, *, labelled: bool = True, size: int = 16, channels: int = 1) -> Images:

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.without_curves import without_curves
+from tests.training.skip_plots import skip_plots
 from unisono_models.gan.config import LossConfig
 from unisono_models.gan.evaluate import main as evaluate
 from unisono_models.gan.recipes import RECIPES
 from unisono_models.gan.sample import main as sample
 from unisono_models.gan.train import gamma_of, main
-from unisono_models.training.comparison import compare_runs
-from unisono_models.training.randomness import key_of
+from unisono_models.training.randomness import derive_seed
+from unisono_models.training.run.compare import compare_runs
 
 SHORT = ["--run.steps", "12", "--run.evaluate-every", "6", "--checkpoint.every", "0", "--evaluation.pictures-every", "4"]
 SHORT += ["--evaluation.judge-steps", "10", "--evaluation.samples", "60", "--data.batch", "21"]
@@ -21,12 +21,12 @@ EXACT = ["--precision", "float64", "--loss.matching", "0.5", "--loss.contrast", 
 
 
 def train_and_draw(directory, *args):
-    torch.manual_seed(key_of(0, str(directory)) % 2**31)  # the state of the generator must not matter
+    torch.manual_seed(derive_seed(0, str(directory)) % 2**31)  # the state of the generator must not matter
     main(["tiny", "--run.dir", str(directory), *SHORT, *args])
 
 
 def train(directory, *args):
-    with without_curves():
+    with skip_plots():
         train_and_draw(directory, *args)
 
 

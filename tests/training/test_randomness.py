@@ -6,9 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from unisono_models.training.dropout import SampleDropout, dropout_for, dropout_rows, own_dropout
-from unisono_models.training.order import SampleOrder
-from unisono_models.training.randomness import generator, key_of, normal, uniform
+from unisono_models.training.randomness import (
+    SampleDropout,
+    derive_seed,
+    dropout_keys,
+    make_generator,
+    normal,
+    replace_dropout,
+    uniform,
+    use_dropout_keys,
+)
+from unisono_models.training.sampler import StepSampler
 
 
 def test_rows_depend_on_their_sample_alone():
@@ -40,15 +48,15 @@ def test_numbers_are_spread_as_they_should():
 
 
 def test_numbers_are_the_same_on_every_machine():
-    assert key_of(0, "order", 3) == 10972076058678547974
+    assert derive_seed(0, "order", 3) == 10972076058678547974
     assert uniform(0, "noise", 0, torch.tensor([5]), (2,)).tolist() == [[0.3713074326515198, 0.42515093088150024]]
-    assert torch.equal(torch.rand(3, generator=generator(1, "a")), torch.rand(3, generator=generator(1, "a")))
+    assert torch.equal(torch.rand(3, generator=make_generator(1, "a")), torch.rand(3, generator=make_generator(1, "a")))
 
 
 @settings(deadline=None, max_examples=60)
 @given(samples=st.integers(1, 60), batch=st.integers(1, 25), size=st.integers(1, 5), seed=st.integers(0, 9))
 def test_shares_make_up_each_epoch_once(samples, batch, size, seed):
-    order = SampleOrder(samples, batch, seed)
+    order = StepSampler(samples, batch, seed)
     steps = -(-samples // batch)
     for epoch in range(2):
         seen = []
@@ -61,13 +69,13 @@ def test_shares_make_up_each_epoch_once(samples, batch, size, seed):
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = {tuple(SampleOrder(50, 50, seed).at(step).tolist()) for seed in range(3) for step in range(3)}
+    orders = {tuple(StepSampler(50, 50, seed).at(step).tolist()) for seed in range(3) for step in range(3)}
     assert len(orders) == 9
 
 
 def test_weights_are_how_often_a_sample_comes():
-    order = SampleOrder(40, 5, 0, weights=[1.0] * 20 + [0.25] * 20)
-    assert order.per_epoch == 25 and SampleOrder(40, 7, 0, weights=order.weights).per_epoch == 28
+    order = StepSampler(40, 5, 0, weights=[1.0] * 20 + [0.25] * 20)
+    assert order.per_epoch == 25 and StepSampler(40, 7, 0, weights=order.weights).per_epoch == 28
     counts = torch.zeros(40)
     for step in range(5 * 200):  # 200 epochs of five steps
         assert len(order.at(step)) == 5
@@ -78,8 +86,8 @@ def test_weights_are_how_often_a_sample_comes():
 
 @pytest.mark.parametrize("bad", [{"samples": 0}, {"batch": 0}, {"weights": [1.0]}, {"weights": [2.0] * 4}])
 def test_order_rejects(bad):
-    with pytest.raises(ValueError, match="SampleOrder"):
-        SampleOrder(**({"samples": 4, "batch": 2, "seed": 0} | bad))
+    with pytest.raises(ValueError, match="StepSampler"):
+        StepSampler(**({"samples": 4, "batch": 2, "seed": 0} | bad))
 
 
 class Net(nn.Module):
@@ -93,33 +101,33 @@ class Net(nn.Module):
 
 def test_masks_belong_to_samples():
     torch.manual_seed(0)
-    net, x, index = own_dropout(Net()), torch.randn(5, 6), torch.tensor([4, 9, 1, 30, 2])
-    with dropout_for(dropout_rows(0, 3, index)):
+    net, x, index = replace_dropout(Net()), torch.randn(5, 6), torch.tensor([4, 9, 1, 30, 2])
+    with use_dropout_keys(dropout_keys(0, 3, index)):
         whole = net(x)
-    with dropout_for(dropout_rows(0, 3, index[[3, 1]])):
+    with use_dropout_keys(dropout_keys(0, 3, index[[3, 1]])):
         assert torch.allclose(net(x[[3, 1]]), whole[[3, 1]], atol=1e-6)
-    with dropout_for(dropout_rows(0, 4, index)):
+    with use_dropout_keys(dropout_keys(0, 4, index)):
         assert not torch.allclose(net(x), whole)
     assert torch.equal(net.eval()(x), net(x))
 
 
 def test_dropout_keeps_the_mean_and_the_gradient_follows_the_mask():
     layer, x = SampleDropout(0.3, "here"), torch.ones(400, 50, requires_grad=True)
-    with dropout_for(dropout_rows(0, 0, torch.arange(400))):
+    with use_dropout_keys(dropout_keys(0, 0, torch.arange(400))):
         y = layer(x)
     y.sum().backward()
     assert abs(y.mean() - 1) < 0.02 and torch.equal(x.grad, y.detach())
     whole = SampleDropout(0.3, "path", whole=True)
-    with dropout_for(dropout_rows(0, 0, torch.arange(400))):
+    with use_dropout_keys(dropout_keys(0, 0, torch.arange(400))):
         rows = whole(torch.ones(400, 5, 3)).flatten(1)
     assert ((rows == 0).all(1) | (rows != 0).all(1)).all() and 60 < (rows[:, 0] == 0).sum() < 180
 
 
 def test_dropout_says_what_it_needs():
     layer = SampleDropout(0.3, "head")
-    with pytest.raises(RuntimeError, match=r"'head'.*dropout_for"):
+    with pytest.raises(RuntimeError, match=r"'head'.*use_dropout_keys"):
         layer(torch.ones(2, 2))
-    with dropout_for(dropout_rows(0, 0, torch.arange(3))), pytest.raises(ValueError, match="2 rows for 3 samples"):
+    with use_dropout_keys(dropout_keys(0, 0, torch.arange(3))), pytest.raises(ValueError, match="2 rows for 3 samples"):
         layer(torch.ones(2, 2))
     with pytest.raises(ValueError, match="rate"):
         SampleDropout(1.0, "all")

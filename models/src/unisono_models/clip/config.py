@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-from unisono_models.clip.augment import AugmentConfig
+from unisono_models.clip.data.augment import AugmentConfig
 from unisono_models.training.config import CheckpointConfig, ParallelConfig, RunConfig
 
 JsonDict = Annotated[

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from unisono.collectives import all_gather, global_mean
 from unisono.contrastive import retrieval_metrics
+from unisono_models.clip.data.dataset import TestSet
 from unisono_models.clip.data.pairs import Pairs
-from unisono_models.clip.data.test_sets import TestSet
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.watchdog import Watchdog
 
 TEMPLATES = ("{}", "an emoji of {}", "a drawing of {}", "something of the kind {}")
 
@@ -29,7 +29,7 @@ class Encoder:
     model: nn.Module
     read_text: Callable[[Sequence[str]], Tensor]
     ranks: Ranks
-    heartbeat: Heartbeat
+    heartbeat: Watchdog
     size: int
     dtype: torch.dtype = torch.float32
     rows: int = 256

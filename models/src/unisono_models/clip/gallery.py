@@ -1,24 +1,139 @@
-"""A collection of pictures, encoded once, that is searched by words or by a picture."""
+"""The features of a gallery's pictures: computed in batches, and kept in a file."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
 
+from unisono_models.clip.data.files import find_files, open_pairs
 from unisono_models.clip.data.images import decode_image
-from unisono_models.clip.data.pairs import CaptionedPairs
-from unisono_models.clip.gallery_features import encode_pairs, encode_pixels, kept_features
-from unisono_models.clip.model import Clip
-from unisono_models.emoji.concepts import ART, TONES, list_emoji
-from unisono_models.emoji.drawings import load_drawings, prepare, render
+from unisono_models.clip.data.pairs import CaptionedPairs, Pairs
+from unisono_models.clip.model.clip import FILES, Clip
+from unisono_models.datasets.emoji.concepts import ARTISTS, TONES, list_emoji
+from unisono_models.datasets.emoji.images import load_emoji_images, prepare_emoji_images, render_emoji
+from unisono_models.training.distributed.object_collectives import Json
+from unisono_models.training.run.run_directory import read_config
+
+BATCH = 256
+_LAYOUT = 1  # of the file, and of what is computed; a new one makes old files go unused
+
+
+def encode_pixels(clip: Clip, pixels: Tensor) -> dict[str, Tensor]:
+    """{"features"} of pictures, uint8 (n, 3, height, width)."""
+    return {"features": _encode(clip, pixels.split(BATCH), len(pixels))}
+
+
+def encode_pairs(clip: Clip, pairs: Pairs, rows: Sequence[int]) -> dict[str, Tensor]:
+    """{"features", "rows"} of the pictures in `rows` of `pairs`; without the rows that cannot be read."""
+    size = clip.config.image.size
+    found: list[Tensor] = []
+
+    def read() -> Iterable[Tensor]:
+        for start in range(0, len(rows), BATCH):
+            asked = rows[start : start + BATCH]
+            images = pairs.read(asked, size).images
+            if len(images) < len(asked):  # a batch does not tell by row which it left out: ask for them one by one
+                ones = [pairs.read([row], size).images for row in asked]
+                asked = [row for row, one in zip(asked, ones, strict=True) if len(one)]
+                images = torch.cat(ones)
+            found.append(torch.tensor(asked, dtype=torch.int64))
+            yield images
+
+    features = _encode(clip, read(), len(rows))
+    return {"features": features, "rows": torch.cat(found) if found else torch.empty(0, dtype=torch.int64)}
+
+
+def kept_features(file: Path | None, *, clip: Clip, data: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What `compute` gives, or what `file` has of it from an earlier time.
+
+    `file` counts only if it was made by the same weights from the same `data` and is whole: it carries a hash of both, and of
+    its own content. A file that cannot be written is said, and is no error.
+    """
+    if file is None:
+        return compute()
+    key = _hash([f"layout {_LAYOUT}", data, *_describe(clip)])
+    kept = _read(file, key)
+    if kept is None:
+        kept = {name: value.contiguous() for name, value in compute().items()}
+        try:
+            _write(file, kept, {"key": key, "content": _hash_of(kept)})
+        except OSError as error:
+            print(f"{file} cannot be written ({error.strerror}): the pictures will be encoded again next time", file=sys.stderr)
+    return kept
+
+
+def _encode(clip: Clip, batches: Iterable[Tensor], total: int) -> Tensor:
+    was_training = clip.training
+    clip.eval()
+    features = []
+    with tqdm(total=total, desc="encoding the pictures", unit=" pictures", disable=None) as bar:
+        for images in batches:
+            features.append(clip.encode_images(images).float().cpu())
+            bar.update(len(images))
+    clip.train(was_training)
+    return torch.cat(features) if features else torch.empty(0, clip.config.width)
+
+
+def _read(file: Path, key: str) -> dict[str, Tensor] | None:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            if metadata.get("key") != key:
+                return None
+            kept = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        return kept if metadata.get("content") == _hash_of(kept) else None
+    except (OSError, SafetensorError, ValueError):
+        return None
+
+
+def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".part")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata)
+        os.chmod(temporary, 0o644)  # as any other file of the run; a temporary one is for its owner alone
+        os.replace(temporary, file)  # at once: nobody ever reads half a file
+    except SafetensorError as error:  # of a full disk, for one
+        raise OSError(0, str(error)) from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _describe(clip: Clip) -> Iterable[str]:
+    """All that decides the features of pictures."""
+    image = clip.config.image
+    yield json.dumps([image.model, image.kwargs, image.size, clip.config.width], sort_keys=True)
+    yield _hash_of(clip.image.state_dict())
+
+
+def _hash_of(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _hash(parts: Iterable[str]) -> str:
+    return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()
+
 
 MAX_QUERY = 300  # characters; no text tower reads more
 
@@ -106,17 +221,17 @@ class Gallery:
         ]
 
         def draw(index: int, size: int) -> Image.Image:
-            return Image.fromarray(np.ascontiguousarray(render(found[index], size).transpose(1, 2, 0)))
+            return Image.fromarray(np.ascontiguousarray(render_emoji(found[index], size).transpose(1, 2, 0)))
 
         kept = kept_features(
             cache,
             clip=clip,
-            data=prepare(size, cache=drawings).name,  # which names size and the versions of what is drawn
+            data=prepare_emoji_images(size, cache=drawings).name,  # which names size and the versions of what is drawn
             compute=lambda: (
-                encode_pixels(clip, load_drawings(size, cache=drawings)) if features is None else {"features": features}
+                encode_pixels(clip, load_emoji_images(size, cache=drawings)) if features is None else {"features": features}
             ),
         )
-        credits = [f"{art.name} ({art.licence})" for art in ART.values()]
+        credits = [f"{art.name} ({art.licence})" for art in ARTISTS.values()]
         return cls(clip, items, kept["features"], draw=draw, credits=credits)
 
     @classmethod
@@ -223,3 +338,77 @@ def _full_spellings() -> dict[str, str]:
 
     full = emoji.STATUS["fully_qualified"]
     return {_bare(spelling): spelling for spelling, entry in emoji.EMOJI_DATA.items() if entry["status"] == full}
+
+
+class RunError(ValueError):
+    """A directory that holds nothing to search with. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """An exported model. `folder`: where what is made of it is kept. `data`: the run's DataConfig, as JSON."""
+
+    export: Path
+    folder: Path
+    data: Json = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        return str(self.data.get("source", "emoji"))
+
+
+def find_export(path: Path) -> Found:
+    """The exported model of a run directory, or in the folder `path` itself. What is exported alone is taken for one of emoji.
+
+    Raises: RunError if there is none, or not yet.
+    """
+    if not path.is_dir():
+        raise RunError(f"{path}: no such directory.{_list_runs()}")
+    try:
+        run = read_config(path)
+    except (OSError, ValueError):
+        if all((path / name).is_file() for name in FILES):
+            above = path.absolute().parent
+            if path.absolute().name == "export" and (above / "config.json").is_file():
+                return find_export(above)
+            return Found(path, path)
+        raise RunError(f"{path} is neither a run (no config.json of one) nor an exported model.{_list_runs()}") from None
+    if run["model"] != "clip":
+        raise RunError(f"{path} holds a run of {run['model']}, not of clip.{_list_runs()}")
+    missing = [name for name in FILES if not (path / "export" / name).is_file()]
+    if missing:
+        raise RunError(
+            f"{path}: the run has not finished: export/{missing[0]} is not there yet. Wait for it, or start the training "
+            "again with the same options, which continues it"
+        )
+    return Found(path / "export", path, run["config"].get("data", {}))
+
+
+def open_gallery(path: Path, *, limit: int = 20_000) -> tuple[Gallery, Path]:
+    """The gallery of the run (or exported model) at `path`, and the directory to keep results in.
+
+    Of emoji: all drawings of all vendors. Of other data: at most `limit` of its pictures. Their features are computed once and
+    kept in gallery.safetensors there.
+
+    Raises: RunError that says what is wrong.
+    """
+    found = find_export(path)
+    try:
+        clip = Clip.from_pretrained(found.export)
+    except Exception as error:  # json, safetensors, torch and transformers each have their own for a damaged file
+        raise RunError(f"{found.export} cannot be loaded: {type(error).__name__}: {error}") from error
+    cache = found.folder / "gallery.safetensors"
+    if found.source == "emoji":
+        return Gallery.from_emoji(clip, cache=cache), found.folder
+    try:
+        columns = {name: found.data.get(name) for name in ("image", "caption", "concept")}
+        pairs = open_pairs(found.source, **columns)
+        stamps = [(str(file), (status := file.stat()).st_size, status.st_mtime_ns) for file in find_files(found.source)[1]]
+        return Gallery.from_pairs(clip, pairs, limit=limit, cache=cache, data=repr([columns, stamps])), found.folder
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: the data that the run was trained on cannot be read from here: {error}") from error
+
+
+def _list_runs() -> str:
+    runs = sorted(str(export.parent) for export in Path("runs").glob("*/export") if (export / FILES[0]).is_file())
+    return f" Here are {', '.join(runs[:5])}" if runs else " Train one: ./scripts/train clip"

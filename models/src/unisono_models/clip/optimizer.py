@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from unisono_models.clip.config import OptimizerConfig
-from unisono_models.training.parallel import repeated_blocks
-from unisono_models.training.schedule import part_of_rate
+from unisono_models.training.distributed.parallel import find_repeated_blocks
+from unisono_models.training.schedule import learning_rate_factor
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -27,7 +27,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig, step: int, steps: int) -> float:
     """The learning rate of `step` out of `steps`: up in a line, down in a cosine. Returned, and set in the optimizer."""
-    part = part_of_rate(step, steps, warmup=config.warmup, final=config.final)
+    part = learning_rate_factor(step, steps, warmup=config.warmup, final=config.final)
     for group in optimizer.param_groups:
         group["lr"] = config.lr * part * group["scale"]
     return config.lr * part
@@ -37,7 +37,7 @@ def _depths(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
     """Each trained parameter, and how many layers of its tower are above it: 0 for heads and losses."""
     depths: dict[int, int] = {}
     for tower in (module for name, module in model.named_modules() if name.endswith("trunk")):
-        blocks = list(repeated_blocks(tower))
+        blocks = list(find_repeated_blocks(tower))
         places = {id(p): place for place, block in enumerate(blocks) for p in block.parameters()}
         below = 0  # blocks that came before a parameter, in the order of the model
         for parameter in tower.parameters():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unisono_models.clip.augment import AugmentConfig
 from unisono_models.clip.config import (
     ClipConfig,
     Config,
@@ -14,8 +13,9 @@ from unisono_models.clip.config import (
     OptimizerConfig,
     TextConfig,
 )
+from unisono_models.clip.data.augment import AugmentConfig
 from unisono_models.training.config import CheckpointConfig, ParallelConfig, RunConfig
-from unisono_models.training.recipes import Recipes
+from unisono_models.training.config.recipes import Recipes
 
 RECIPES: Recipes[Config] = Recipes("clip", Config)
 

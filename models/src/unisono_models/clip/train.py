@@ -7,47 +7,46 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from unisono_models.clip.batches import Batches
 from unisono_models.clip.config import Config
-from unisono_models.clip.data.loader import load_steps
+from unisono_models.clip.data.dataset import open_source
+from unisono_models.clip.data.loader import Batches, load_steps
 from unisono_models.clip.evaluate import Encoder, evaluate
-from unisono_models.clip.features import CaptionFeatures, PictureFeatures, tested_captions
+from unisono_models.clip.loss import Learner, backward
 from unisono_models.clip.model import Clip
-from unisono_models.clip.objective import Learner, backward
+from unisono_models.clip.model.feature_cache import CaptionFeatures, PictureFeatures, tested_captions
+from unisono_models.clip.model.tokenizer import shared_tokenizer
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
-from unisono_models.clip.outcome import conclude
 from unisono_models.clip.recipes import RECIPES
-from unisono_models.clip.source import open_source
-from unisono_models.clip.text import shared_tokenizer
-from unisono_models.training.checkpoints import Checkpoints
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.order import SampleOrder
-from unisono_models.training.parallel import dtype_of, parallelize, precision_of
-from unisono_models.training.randomness import key_of
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.run_directory import open_run
-from unisono_models.training.run_log import RunLog
+from unisono_models.clip.report import conclude
+from unisono_models.datasets.skip_report import SkipReport
+from unisono_models.training.checkpoint.manager import Checkpoints
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.parallel import autocast_context, parallelize, parameter_dtype
+from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.randomness import derive_seed
+from unisono_models.training.run.log import RunLog
+from unisono_models.training.run.preemption import StopSignal
+from unisono_models.training.run.run_directory import open_run
+from unisono_models.training.sampler import StepSampler
 from unisono_models.training.schedule import is_due
-from unisono_models.training.skipped import Skipped
-from unisono_models.training.stopping import Stopping
 
 
 def main(args: Sequence[str] | None = None) -> None:
     recipe, config = RECIPES.choose(args)
     timeout = config.run.timeout
-    with start_ranks(timeout=timeout) as ranks, Stopping() as stopping, Heartbeat(ranks, timeout=timeout) as heartbeat:
+    with start_ranks(timeout=timeout) as ranks, StopSignal() as stopping, Watchdog(ranks, timeout=timeout) as heartbeat:
         train(recipe, config, ranks, stopping, heartbeat)
 
 
-def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbeat: Heartbeat) -> None:
+def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heartbeat: Watchdog) -> None:
     """One run, from its data to its report."""
     run = open_run(config, model="clip", recipe=recipe, ranks=ranks)
     seed, steps, size = config.run.seed, config.run.steps, config.model.image.size
     source = open_source(config.data, size=size, seed=seed, ranks=ranks)
 
-    torch.manual_seed(key_of(seed, "weights"))  # the same weights on every rank
+    torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
     tokenizer = shared_tokenizer(config.model.text, source.captions, run.path / "tokenizer.json", ranks)
-    learner = Learner(Clip(config.model, tokenizer), config.objective).to(ranks.device, dtype_of(config.parallel))
+    learner = Learner(Clip(config.model, tokenizer), config.objective).to(ranks.device, parameter_dtype(config.parallel))
     read_text: Callable[[Sequence[str]], Tensor] = tokenizer
     if config.model.text.frozen and source.complete:
         read_text = CaptionFeatures(learner.clip, source.captions, tested_captions(source), ranks, heartbeat)
@@ -57,13 +56,13 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
     model = parallelize(learner, config.parallel, ranks)
     optimizer = make_optimizer(learner, config.optimizer)
 
-    order = SampleOrder(len(source.train), config.data.batch, seed, source.weights)
+    order = StepSampler(len(source.train), config.data.batch, seed, source.weights)
     views = config.objective.view_weight > 0
-    batches = Batches(read_text, pictures, config.augment, seed, ranks.device, dtype_of(config.parallel), views)
-    encoder = Encoder(model, read_text, ranks, heartbeat, size, dtype_of(config.parallel))
+    batches = Batches(read_text, pictures, config.augment, seed, ranks.device, parameter_dtype(config.parallel), views)
+    encoder = Encoder(model, read_text, ranks, heartbeat, size, parameter_dtype(config.parallel))
     with Checkpoints(run.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout) as checkpoints:
         first, state = checkpoints.load(model, optimizer) or (0, {})
-        skipped = Skipped(before=state.get("skipped"))
+        skipped = SkipReport(before=state.get("skipped"))
         last, figures = steps if config.run.stop_after is None else min(steps, config.run.stop_after), None
         shares = load_steps(
             source.train,
@@ -83,7 +82,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                 skipped.add(pairs)
                 batch = batches.make(pairs, step=step, epoch=order.epoch_of(step))
                 rate = set_learning_rate(optimizer, config.optimizer, step, steps)
-                with precision_of(config.parallel, ranks):
+                with autocast_context(config.parallel, ranks):
                     if step == first > 0:  # DDP arranges its buckets, by which sums are rounded, in its first backward
                         backward(model, learner, batch)
                         optimizer.zero_grad()

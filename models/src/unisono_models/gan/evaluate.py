@@ -17,11 +17,11 @@ from unisono_models.gan.judge.kept import ready_judge
 from unisono_models.gan.outcome import figure_rows, print_table
 from unisono_models.gan.pictures.generating import generate_like
 from unisono_models.gan.source import open_source
-from unisono_models.training.config_json import read_json
-from unisono_models.training.finished_run import RunError, find_run
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.talk import RanksError, together
+from unisono_models.training.config.serialization import read_json
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.object_collectives import RanksError, raise_together
+from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.run.run_directory import RunError, find_run
 
 _TIMEOUT = 1800.0  # seconds without progress: reading many pictures takes long on some disks
 
@@ -38,10 +38,10 @@ class Options:
     """Of the noise. None: the run's, which gives the figures that it has kept."""
 
 
-def evaluate_run(options: Options, ranks: Ranks, heartbeat: Heartbeat | None = None) -> list[dict[str, float | str]]:
+def evaluate_run(options: Options, ranks: Ranks, heartbeat: Watchdog | None = None) -> list[dict[str, float | str]]:
     """A row for each figure: of generated pictures now, as the run has kept it, and of real test pictures. All ranks call."""
     judge_file = options.run / "judge.safetensors"
-    with together("evaluate"):
+    with raise_together("evaluate"):
         if options.samples is not None and options.samples < 2:
             raise RunError(f"--samples {options.samples}: at least 2")
         config = find_run(options.run, model="gan", kind=Config, files=FILES)
@@ -70,7 +70,7 @@ def evaluate_run(options: Options, ranks: Ranks, heartbeat: Heartbeat | None = N
 
 def main(args: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, prog="python -m unisono_models.gan.evaluate", args=args)
-    with start_ranks(timeout=_TIMEOUT) as ranks, Heartbeat(ranks, timeout=_TIMEOUT) as heartbeat:
+    with start_ranks(timeout=_TIMEOUT) as ranks, Watchdog(ranks, timeout=_TIMEOUT) as heartbeat:
         try:
             rows = evaluate_run(options, ranks, heartbeat)
         except (ValueError, OSError, RanksError) as error:

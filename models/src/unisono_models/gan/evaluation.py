@@ -18,10 +18,10 @@ from unisono_models.gan.metrics.kernel import kernel_distance, kernel_mean
 from unisono_models.gan.metrics.labels import label_metrics
 from unisono_models.gan.metrics.neighbours import neighbour_metrics, neighbour_radii
 from unisono_models.gan.source import Source
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.randomness import generator
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import tell, together
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import broadcast_object, raise_together
+from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.randomness import make_generator
 
 _SEED = 0  # not the run's: runs with different seeds are asked for the same pictures
 
@@ -67,7 +67,7 @@ class Evaluator:
         source: Source,
         judge: Judge,
         ranks: Ranks,
-        heartbeat: Heartbeat | None,
+        heartbeat: Watchdog | None,
         config: EvaluationConfig,
         *,
         conditional: bool = True,
@@ -75,7 +75,7 @@ class Evaluator:
         self.source, self.judge, self.ranks, self.heartbeat, self.config = source, judge, ranks, heartbeat, config
         self.conditional = conditional
         check_counts(source, config)
-        shuffled = torch.randperm(len(source.train), generator=generator(_SEED, "evaluation"))
+        shuffled = torch.randperm(len(source.train), generator=make_generator(_SEED, "evaluation"))
         self._places = shuffled.repeat(-(-config.samples // len(shuffled)))[: config.samples]
         self._real = self._see(source.train, shuffled)
         self._moments = take_moments(self._real.features)
@@ -122,7 +122,7 @@ class Evaluator:
             real_counts = torch.bincount(self.source.train.labels, minlength=len(self.judge.classes))
             of_labels = label_metrics(seen.logits, seen.labels, real_counts=real_counts)
             found |= of_labels if self.conditional else {"class_coverage": of_labels["class_coverage"]}
-        heard: dict[str, float] = tell(found)  # hosts of another make may round the last bit differently
+        heard: dict[str, float] = broadcast_object(found)  # hosts of another make may round the last bit differently
         return heard
 
     def _see(self, images: Images, places: Tensor) -> Seen:
@@ -140,7 +140,7 @@ class Evaluator:
         weight, labelled = self.judge.head.weight, bool(self.judge.classes)
         features = [weight.new_empty(0, weight.shape[1])]
         logits, labels = [weight.new_empty(0, weight.shape[0])], [torch.empty(0, dtype=torch.int64)]
-        with together("Evaluator"):
+        with raise_together("Evaluator"):
             for numbers in tiles_of(self._share(count), self.config.tile):
                 pictures, asked = make(numbers)
                 expected = (len(numbers), self.judge.channels, self.judge.size, self.judge.size)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save
 from unisono_models.gan.config import Condition, DataConfig, ModelConfig
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.networks.generator import Generator
-from unisono_models.training.config_json import config_from_json, config_to_json, read_json
-from unisono_models.training.disk import replace_file
+from unisono_models.training.checkpoint.atomic_file import atomic_write
+from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
 
 FILES = ("model.safetensors", "config.json")
 
@@ -40,7 +40,7 @@ class Exported:
 def write_export(folder: Path, generator: Generator, *, data: DataConfig, images: Images) -> None:
     """Write what `read_export` reads, of a generator that was trained on `images`. One rank calls."""
     weights = {name: weight.detach().cpu().contiguous() for name, weight in generator.state_dict().items()}
-    replace_file(folder / FILES[0], save(weights, metadata={"format": "pt"}))
+    atomic_write(folder / FILES[0], save(weights, metadata={"format": "pt"}))
     table, linear = generator.condition.table, generator.condition.linear
     about = {
         "model": config_to_json(generator.config),
@@ -50,7 +50,7 @@ def write_export(folder: Path, generator: Generator, *, data: DataConfig, images
         "classes": list(images.classes),
         "text_model": data.text_model,
     }
-    replace_file(folder / FILES[1], json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+    atomic_write(folder / FILES[1], json.dumps(about, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_export(folder: Path | str) -> Exported:

@@ -21,11 +21,10 @@ from unisono_models.gan.pictures.grid import draw_grid, save_picture
 from unisono_models.gan.pictures.nearest import find_nearest
 from unisono_models.gan.pictures.sheets import COLUMNS, find_real, make_paths, make_rows, show_some
 from unisono_models.gan.source import Source
-from unisono_models.training.html_parts import number
-from unisono_models.training.plots import readable
-from unisono_models.training.report import Picture, write_report
-from unisono_models.training.run_directory import RunDirectory
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.object_collectives import raise_together
+from unisono_models.training.run.plots import readable_name
+from unisono_models.training.run.report import ReportImage, format_number, write_report
+from unisono_models.training.run.run_directory import RunDirectory
 
 HIGHLIGHTS = ("frechet_distance", "label_accuracy", "precision", "recall")
 
@@ -35,7 +34,7 @@ def write_frame(run: RunDirectory, average: Generator, source: Source, *, step: 
 
     Every rank calls this; rank 0 writes samples/step-00000100.png. A disk that is full does not end the run for it.
     """
-    with together("write_frame"):
+    with raise_together("write_frame"):
         if run.first:
             shown = show_some(source.train, kind=average.config.condition, seed=seed)
             sheet = draw_grid(make_rows(average, shown, seed=seed), columns=COLUMNS, row_names=shown.names)
@@ -51,8 +50,8 @@ def conclude(
     """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
     real = evaluator.real()
     rows = figure_rows(figures, real)
-    pictures: list[Picture] = []
-    with together("conclude"):
+    pictures: list[ReportImage] = []
+    with raise_together("conclude"):
         if run.first:
             write_export(run.export, average, data=config.data, images=source.train)
             pictures = draw_pictures(run, average, source, evaluator, seed=config.run.seed)
@@ -72,13 +71,15 @@ def conclude(
     run.finish({**figures, **real})  # last: from here on, whatever happens, it is not run again
 
 
-def draw_pictures(run: RunDirectory, average: Generator, source: Source, evaluator: Evaluator, *, seed: int) -> list[Picture]:
+def draw_pictures(
+    run: RunDirectory, average: Generator, source: Source, evaluator: Evaluator, *, seed: int
+) -> list[ReportImage]:
     """The pictures of the report, in samples/. One rank calls."""
     kind, found = average.config.condition, []
 
     def keep(name: str, caption: str, sheet: Tensor, names: Sequence[str] = ()) -> None:
         save_picture(draw_grid(sheet, columns=COLUMNS, row_names=names), run.samples / name)
-        found.append(Picture(run.samples / name, caption))
+        found.append(ReportImage(run.samples / name, caption))
 
     shown = show_some(source.train, kind=kind, seed=seed)
     made = make_rows(average, shown, seed=seed)
@@ -87,7 +88,7 @@ def draw_pictures(run: RunDirectory, average: Generator, source: Source, evaluat
     if len(frames := find_frames(run.samples)) > 1:
         path = run.samples / "training.webp"
         write_animation(frames, path)
-        found.append(Picture(path, "The same noise as the generator learns"))
+        found.append(ReportImage(path, "The same noise as the generator learns"))
     places, names = find_real(source.test, shown, kind=kind)
     real = source.test.floats(places, dtype=made.dtype)
     if len(real):
@@ -116,7 +117,8 @@ def draw_nearest(made: Tensor, real: Tensor, train: Images, judge: Judge) -> tup
 def figure_rows(figures: Mapping[str, float], real: Mapping[str, float]) -> list[dict[str, Any]]:
     """A row for each figure: what generated pictures score, and what real ones do, by "real/frechet_distance" and so on."""
     return [
-        {"figure": readable(name), "generated": value, "real": real.get(f"real/{name}", "")} for name, value in figures.items()
+        {"figure": readable_name(name), "generated": value, "real": real.get(f"real/{name}", "")}
+        for name, value in figures.items()
     ]
 
 
@@ -152,7 +154,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
     for name in rows[0] if rows else ():
         table.add_column(name, justify="left" if name == "figure" else "right")
     for row in rows:
-        table.add_row(*(number(cell) for cell in row.values()))
+        table.add_row(*(format_number(cell) for cell in row.values()))
     Console(width=None if Console().is_terminal else 110).print(table)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from unisono_models.gan.config import Config, DataConfig, EvaluationConfig, LossConfig, ModelConfig, OptimizerConfig
 from unisono_models.training.config import CheckpointConfig, RunConfig
-from unisono_models.training.recipes import Recipes
+from unisono_models.training.config.recipes import Recipes
 
 RECIPES: Recipes[Config] = Recipes("gan", Config)
 

@@ -19,7 +19,7 @@ from unisono_models.gan.export import FILES, Exported, read_export
 from unisono_models.gan.pictures.generating import draw_noise
 from unisono_models.gan.pictures.grid import draw_grid, save_picture
 from unisono_models.gan.pictures.sheets import Shown, make_paths, make_pictures, show_classes
-from unisono_models.training.finished_run import RunError, find_run
+from unisono_models.training.run.run_directory import RunError, find_run
 
 _COUNT, _ROWS = 8, 10  # pictures of each condition; rows of an interpolation without any
 _MOST = 20  # classes, unless they are named

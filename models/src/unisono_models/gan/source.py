@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unisono_models.emoji.drawings import load_drawings
+from unisono_models.datasets.emoji.images import load_emoji_images
 from unisono_models.gan.config import Condition, DataConfig
 from unisono_models.gan.data import emoji, mnist
 from unisono_models.gan.data.conditions import check_condition, check_settings
@@ -17,8 +17,8 @@ from unisono_models.gan.data.idx import find_idx, read_idx_folder
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.data.splits import hold_out
 from unisono_models.gan.data.text_vectors import TextEncoder, encode_captions
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import hear, together
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import all_gather_object, raise_together
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,21 +53,21 @@ def open_source(config: DataConfig, *, condition: Condition, ranks: Ranks, beat:
         source = open_source(DataConfig("mnist-5k", size=16), condition="class", ranks=ranks)
         len(source.train), len(source.test)  ->  4000, 1000
     """
-    with together("open_source"):
+    with raise_together("open_source"):
         check_settings(config, condition=condition)
     found = _read(config, ranks, beat)
     encoder = None
-    with together("open_source"):
+    with raise_together("open_source"):
         found = check_condition(found, config, condition=condition)
         if condition == "text":
             encoder = TextEncoder(config.text_model, device=ranks.device)
     if encoder is not None:
         vectors = encode_captions(found.images.captions, encoder, ranks=ranks, beat=beat)
         found = replace(found, images=replace(found.images, vectors=vectors))
-    with together("open_source"):
+    with raise_together("open_source"):
         train, test = _split(found, config, condition)
         fingerprint = _fingerprint(train, test, "" if encoder is None else encoder.fingerprint)
-    heard = hear(fingerprint)
+    heard = all_gather_object(fingerprint)
     if others := [rank for rank, theirs in enumerate(heard) if theirs != heard[0]]:
         raise ValueError(
             f"open_source: data.source={config.source}: ranks {others} have other pictures or conditions than rank 0: "
@@ -79,10 +79,10 @@ def open_source(config: DataConfig, *, condition: Condition, ranks: Ranks, beat:
 def _read(config: DataConfig, ranks: Ranks, beat: Callable[[], None] | None) -> Found:
     folder = Path(config.source).expanduser()
     found: Found | None = None
-    with together("open_source"):
+    with raise_together("open_source"):
         if config.source == emoji.NAME and ranks.local_rank == 0:
-            load_drawings(config.size)  # one rank of each host renders them; the others find them rendered
-    with together("open_source"):
+            load_emoji_images(config.size)  # one rank of each host renders them; the others find them rendered
+    with raise_together("open_source"):
         if config.source == mnist.NAME:
             found = mnist.read_mnist(size=config.size, colour=config.colour)
         elif config.source == emoji.NAME:
@@ -93,7 +93,7 @@ def _read(config: DataConfig, ranks: Ranks, beat: Callable[[], None] | None) -> 
             )
         elif find_idx(folder):
             found = read_idx_folder(folder, size=config.size, colour=config.colour)
-    if len(set(hear(found is None))) > 1:
+    if len(set(all_gather_object(found is None))) > 1:
         raise ValueError(f"open_source: data.source={config.source}: there are idx files on some ranks only")
     return found or read_folder(
         folder, size=config.size, colour=config.colour, max_broken=config.max_broken, ranks=ranks, beat=beat

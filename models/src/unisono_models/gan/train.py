@@ -19,25 +19,25 @@ from unisono_models.gan.outcome import conclude, write_frame
 from unisono_models.gan.pictures.generating import generate_like
 from unisono_models.gan.recipes import RECIPES
 from unisono_models.gan.source import open_source
-from unisono_models.training.checkpoints import Checkpoints
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.order import SampleOrder
-from unisono_models.training.randomness import key_of
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.run_directory import open_run
-from unisono_models.training.run_log import RunLog
-from unisono_models.training.schedule import is_due, part_of_rate
-from unisono_models.training.stopping import Stopping
+from unisono_models.training.checkpoint.manager import Checkpoints
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.randomness import derive_seed
+from unisono_models.training.run.log import RunLog
+from unisono_models.training.run.preemption import StopSignal
+from unisono_models.training.run.run_directory import open_run
+from unisono_models.training.sampler import StepSampler
+from unisono_models.training.schedule import is_due, learning_rate_factor
 
 
 def main(args: Sequence[str] | None = None) -> None:
     recipe, config = RECIPES.choose(args)
     timeout = config.run.timeout
-    with start_ranks(timeout=timeout) as ranks, Stopping() as stopping, Heartbeat(ranks, timeout=timeout) as heartbeat:
+    with start_ranks(timeout=timeout) as ranks, StopSignal() as stopping, Watchdog(ranks, timeout=timeout) as heartbeat:
         train(recipe, config, ranks, stopping, heartbeat)
 
 
-def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbeat: Heartbeat) -> None:
+def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heartbeat: Watchdog) -> None:
     """One run, from its data to its report."""
     run = open_run(config, model="gan", recipe=recipe, ranks=ranks)
     seed, steps, kind = config.run.seed, config.run.steps, config.model.condition
@@ -45,7 +45,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
     source = open_source(config.data, condition=kind, ranks=ranks, beat=heartbeat.beat)
     check_counts(source, config.evaluation)
 
-    torch.manual_seed(key_of(seed, "weights"))  # the same weights on every rank
+    torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
     game = Game(config.model, config.loss, **source.shapes(kind)).to(ranks.device, dtype)
     average = start_average(game.generator)
     networks = {"discriminator": game.discriminator, "generator": game.generator}
@@ -53,7 +53,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
     syncs = {name: GradientSync(network.parameters()) for name, network in networks.items()}
     judge = ready_judge(run.path / "judge.safetensors", source, config.evaluation, ranks, heartbeat)
     evaluator = Evaluator(source, judge, ranks, heartbeat, config.evaluation, conditional=kind != "none")
-    order = SampleOrder(len(source.train), config.data.batch, seed)
+    order = StepSampler(len(source.train), config.data.batch, seed)
     batches = Batches(source.train, kind, order, config.model.noise, seed, ranks, dtype)
     produce = partial(generate_like, average, source.train, seed=seed)
 
@@ -80,7 +80,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                 write_frame(run, average, source, step=0, seed=seed)
             for step in range(first, last):
                 batch = batches.at(step)
-                part = part_of_rate(step, steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
+                part = learning_rate_factor(step, steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
                 for optimizer in optimizers.values():
                     for group in optimizer.param_groups:
                         group["lr"] = config.optimizer.lr * part
@@ -141,7 +141,7 @@ def gamma_of(config: Config, step: int) -> float:
     """The weight of the penalties in `step`: 0 where none is due, else as many times as steps go by without."""
     if config.loss.penalty == "none" or not is_due(step, config.loss.penalty_every):
         return 0.0
-    part = part_of_rate(step, config.run.steps)
+    part = learning_rate_factor(step, config.run.steps)
     return config.loss.penalty_every * (config.loss.gamma_final + (config.loss.gamma - config.loss.gamma_final) * part)
 
 

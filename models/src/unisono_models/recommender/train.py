@@ -6,44 +6,43 @@ from collections.abc import Sequence
 
 import torch
 
+from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.recommender.config import Config, OptimizerConfig
 from unisono_models.recommender.data.batch import Batch
-from unisono_models.recommender.data.reading_ahead import read_ahead
-from unisono_models.recommender.evaluation import Evaluator
-from unisono_models.recommender.objective import Learner, make_learner
-from unisono_models.recommender.outcome import conclude
+from unisono_models.recommender.data.dataset import build_datasets, prefetch
+from unisono_models.recommender.evaluate import Evaluator
+from unisono_models.recommender.loss import TrainingModule, build_training_module
 from unisono_models.recommender.recipes import RECIPES
-from unisono_models.recommender.source import open_source
-from unisono_models.training.checkpoints import Checkpoints
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.parallel import dtype_of, parallelize, precision_of
-from unisono_models.training.randomness import key_of
-from unisono_models.training.ranks import Ranks, start_ranks
-from unisono_models.training.run_directory import open_run
-from unisono_models.training.run_log import RunLog
-from unisono_models.training.schedule import is_due, part_of_rate
-from unisono_models.training.skipped import Skipped
-from unisono_models.training.stopping import Stopping
+from unisono_models.recommender.report import write_run_report
+from unisono_models.training.checkpoint.manager import Checkpoints
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.parallel import autocast_context, parallelize, parameter_dtype
+from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.randomness import derive_seed
+from unisono_models.training.run.log import RunLog
+from unisono_models.training.run.preemption import StopSignal
+from unisono_models.training.run.run_directory import open_run
+from unisono_models.training.schedule import is_due, learning_rate_factor
 
 
 def main(args: Sequence[str] | None = None) -> None:
     recipe, config = RECIPES.choose(args)
     timeout = config.run.timeout
-    with start_ranks(timeout=timeout) as ranks, Stopping() as stopping, Heartbeat(ranks, timeout=timeout) as heartbeat:
+    with start_ranks(timeout=timeout) as ranks, StopSignal() as stopping, Watchdog(ranks, timeout=timeout) as heartbeat:
         train(recipe, config, ranks, stopping, heartbeat)
 
 
-def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbeat: Heartbeat) -> None:
+def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heartbeat: Watchdog) -> None:
     """One run, from its data to its report."""
     if config.parallel.kind != "ddp":
         raise ValueError(f"parallel.kind={config.parallel.kind}: a recommender has ddp only: its plan spreads the tables")
     run = open_run(config, model="recommender", recipe=recipe, ranks=ranks)
-    seed, steps, dtype = config.run.seed, config.run.steps, dtype_of(config.parallel)
-    source = open_source(config.data, seed=seed, ranks=ranks)
+    seed, steps, dtype = config.run.seed, config.run.steps, parameter_dtype(config.parallel)
+    source = build_datasets(config.data, seed=seed, ranks=ranks)
     heartbeat.beat()
 
-    torch.manual_seed(key_of(seed, "weights"))  # the same weights on every rank
-    learner = make_learner(config, source, dtype=dtype, device=ranks.device)
+    torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
+    learner = build_training_module(config, source, dtype=dtype, device=ranks.device)
     dense = list(learner.dense_parameters())
     model = parallelize(learner, config.parallel, ranks) if dense else learner  # DDP refuses to have nothing to do
     optimizers = {"dense": make_optimizer(learner, config.optimizer)} if dense else {}
@@ -54,12 +53,12 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
         meaning = source.fingerprint
         if first and state["data"] != meaning:
             raise ValueError(f"{config.data.source} is not what the run began with: its rows have other meanings now")
-        skipped = Skipped(before=state.get("skipped"), what="rows", place="line")
+        skipped = SkipReport(before=state.get("skipped"), what="rows", place="line")
         if not first and source.ratings is not None and ranks.first:  # every rank has read all of it
             skipped.count(source.ratings.read, source.ratings.skipped)
         skipped.check(config.data.max_broken)
         last, figures = steps if config.run.stop_after is None else min(steps, config.run.stop_after), None
-        shares = read_ahead(lambda step: source.train.batch(step, ranks.rank, ranks.size).to(ranks.device, dtype), first, last)
+        shares = prefetch(lambda step: source.train.batch(step, ranks.rank, ranks.size).to(ranks.device, dtype), first, last)
         with RunLog(run, ranks, steps=steps, first_step=first, log_every=config.run.log_every) as log:
             done = first
             log.say(f"{run.path}: {source.train.rows:,} rows, {steps:,} steps of {config.data.batch:,} on {ranks.size} ranks")
@@ -72,7 +71,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                 if source.ratings is None:
                     skipped.add(batch)
                 rate = set_learning_rates(learner, optimizers, config, step)
-                with precision_of(config.parallel, ranks):
+                with autocast_context(config.parallel, ranks):
                     if step == first > 0 and dense:
                         rehearse(model, optimizers, batch, step)
                     losses = model(batch, step=step)
@@ -110,10 +109,10 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: Stopping, heartbe
                 log.evaluation(steps - 1, figures)
             tested = evaluator("test")  # once, at the end: nothing is chosen by it
             log.evaluation(steps - 1, tested)
-        conclude(run, config, evaluator, {**figures, **tested}, skipped)
+        write_run_report(run, config, evaluator, {**figures, **tested}, skipped)
 
 
-def make_optimizer(learner: Learner, config: OptimizerConfig) -> torch.optim.AdamW:
+def make_optimizer(learner: TrainingModule, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW on all that is not in a table. No weight decay for vectors and scalars."""
     dense = list(learner.dense_parameters())
     groups = [
@@ -123,9 +122,9 @@ def make_optimizer(learner: Learner, config: OptimizerConfig) -> torch.optim.Ada
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=(config.beta1, config.beta2))
 
 
-def set_learning_rates(learner: Learner, optimizers: dict[str, torch.optim.AdamW], config: Config, step: int) -> float:
+def set_learning_rates(learner: TrainingModule, optimizers: dict[str, torch.optim.AdamW], config: Config, step: int) -> float:
     """Those of `step`, for tables and the rest; the latter is returned."""
-    part = part_of_rate(step, config.run.steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
+    part = learning_rate_factor(step, config.run.steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
     tables = learner.tables.collection.optimizer
     assert tables is not None
     for optimizer, rate in [(tables, config.tables.lr), *((each, config.optimizer.lr) for each in optimizers.values())]:

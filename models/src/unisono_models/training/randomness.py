@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _WORD = (1 << 64) - 1
 _IN_CACHE = 1 << 15  # numbers
 
 
-def key_of(seed: int, *path: int | str) -> int:
+def derive_seed(seed: int, *path: int | str) -> int:
     """64 bits that stand for `seed` and a path of names and numbers below it, the same on every machine.
 
     Example:
-        >>> key_of(0, "order", 3) == key_of(0, "order", 3) != key_of(0, "order", 4)
+        >>> derive_seed(0, "order", 3) == derive_seed(0, "order", 3) != derive_seed(0, "order", 4)
         True
     """
     text = "/".join(str(part) for part in (seed, *path))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def generator(seed: int, *path: int | str) -> torch.Generator:
+def make_generator(seed: int, *path: int | str) -> torch.Generator:
     """A CPU generator for `seed` and a path below it, for draws that every rank makes alike, such as the order of an epoch."""
-    return torch.Generator().manual_seed(key_of(seed, *path))
+    return torch.Generator().manual_seed(derive_seed(seed, *path))
 
 
 def uniform(seed: int, stream: str, step: int, index: Tensor, shape: Sequence[int] = ()) -> Tensor:
@@ -40,24 +41,25 @@ def uniform(seed: int, stream: str, step: int, index: Tensor, shape: Sequence[in
         >>> bool((a[1] == b[0]).all())
         True
     """
-    rows = rows_of(seed, stream, step, index)
-    return draw(rows, rows.new_zeros(()), shape)
+    rows = sample_keys(seed, stream, step, index)
+    return uniform_from_keys(rows, rows.new_zeros(()), shape)
 
 
-def rows_of(seed: int, stream: str, step: int, index: Tensor) -> Tensor:
-    """An int64 for each sample that stands for (seed, stream, step, sample): what `draw` goes by."""
-    return _mix(index * _signed(0xD1342543DE82EF95) + _signed(key_of(seed, stream, step)))
+def sample_keys(seed: int, stream: str, step: int, index: Tensor) -> Tensor:
+    """An int64 for each sample that stands for (seed, stream, step, sample): what `uniform_from_keys` goes by."""
+    return _mix(index * _signed(0xD1342543DE82EF95) + _signed(derive_seed(seed, stream, step)))
 
 
-def stream_of(name: str) -> int:
-    """The number that `draw` knows a stream by."""
-    return _signed(key_of(0, name))
+def stream_key(name: str) -> int:
+    """The number that `uniform_from_keys` knows a stream by."""
+    return _signed(derive_seed(0, name))
 
 
-def draw(rows: Tensor, stream: Tensor, shape: Sequence[int]) -> Tensor:
-    """Numbers in [0, 1), of shape (len(rows), *shape), for `rows_of` samples. `stream` tells draws from the same rows apart.
+def uniform_from_keys(rows: Tensor, stream: Tensor, shape: Sequence[int]) -> Tensor:
+    """Numbers in [0, 1), of shape (len(rows), *shape), for the `sample_keys` in `rows`.
 
-    A tensor of one `stream_of`: a number would be a constant to torch.compile, which then compiles for each one anew.
+    stream: a tensor with one `stream_key`, which tells draws from the same rows apart. A plain number would be a constant to
+    torch.compile, which would then compile once for each stream.
     """
     numbers: Tensor = _numbers(rows, stream, math.prod(shape))
     return numbers.view(len(rows), *shape)
@@ -105,3 +107,95 @@ def _mix_(x: Tensor) -> Tensor:
 def _signed(x: int) -> int:
     x &= _WORD
     return x - (1 << 64) if x >> 63 else x
+
+
+class _Now:
+    """The samples of the forward that is running: an attribute, for torch.compile reads such anew at each call."""
+
+    rows: Tensor | None = None
+
+
+_now = _Now()
+
+
+def dropout_keys(seed: int, step: int, index: Tensor) -> Tensor:
+    """What the masks of these samples are a function of in this step: one number for each."""
+    return sample_keys(seed, "dropout", step, index)
+
+
+@contextmanager
+def use_dropout_keys(rows: Tensor | None) -> Iterator[None]:
+    """Inside, the layers of `replace_dropout` draw masks for these `dropout_keys`. Dim 0 of their inputs is the batch.
+
+    The backward of a checkpointed block runs forwards again: see `recompute_with_same_dropout`.
+    """
+    before, _now.rows = _now.rows, rows
+    try:
+        yield
+    finally:
+        _now.rows = before
+
+
+def recompute_with_same_dropout() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The `context_fn` of torch.utils.checkpoint that gives the second forward the samples of the first."""
+    rows = _now.rows
+    return nullcontext(), use_dropout_keys(rows)
+
+
+def replace_dropout(module: nn.Module) -> nn.Module:
+    """Replace dropout and drop-path layers in `module`, in place, by ones whose masks belong to samples. Returns it.
+
+    Known by what they are: nn.Dropout and its kind by class, timm's and transformers' DropPath by name. Dropout that a model
+    calls as a function (in scaled_dot_product_attention) has no layer: give such models an attention dropout of 0.
+    """
+    for name, child in list(module.named_modules()):
+        rate = _rate(child)
+        if not rate:  # attention layers read the rate of theirs, which stays as it is if it is 0
+            continue
+        parent = module.get_submodule(name.rpartition(".")[0])
+        whole = type(child).__name__.endswith("DropPath")
+        parent.register_module(name.rpartition(".")[2], SampleDropout(rate, name, whole=whole).train(child.training))
+    return module
+
+
+def _rate(layer: nn.Module) -> float | None:
+    if isinstance(layer, nn.modules.dropout._DropoutNd):
+        return layer.p
+    if type(layer).__name__.endswith("DropPath"):
+        return float(layer.drop_prob)  # type: ignore[arg-type]
+    return None
+
+
+class SampleDropout(nn.Module):
+    """Sets units to zero with probability `rate`, or all of a sample's (`whole`), and scales the others by 1 / (1 - rate).
+
+    `stream`: a name that tells this layer from the others.
+    """
+
+    def __init__(self, rate: float, stream: str, *, whole: bool = False) -> None:
+        super().__init__()
+        if not 0 <= rate < 1:
+            raise ValueError(f"SampleDropout: rate: {rate} is not in [0, 1)")
+        self.rate, self.stream, self.whole = rate, stream, whole
+        self.register_buffer("number", torch.tensor(stream_key(stream)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.rate == 0:
+            return x
+        rows = _now.rows
+        if rows is None:
+            raise RuntimeError(
+                f"SampleDropout {self.stream!r}: in training mode it needs to know the samples: use_dropout_keys(...)"
+            )
+        if not len(rows):  # a rank without samples may run on a row of its own, to stay in step
+            return x
+        if len(x) != len(rows):
+            raise ValueError(
+                f"SampleDropout {self.stream!r}: an input of {len(x)} rows for {len(rows)} samples: dim 0 is the batch"
+            )
+        shape = (1,) * (x.ndim - 1) if self.whole else x.shape[1:]
+        kept = uniform_from_keys(rows, self.get_buffer("number"), shape) >= self.rate
+        return x * (kept / (1 - self.rate)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.rate}, {self.stream!r}, whole={self.whole}"

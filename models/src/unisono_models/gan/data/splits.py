@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unisono_models.training.randomness import key_of, uniform
+from unisono_models.training.randomness import derive_seed, uniform
 
 _SEED = 0  # of the split: another would make other data sets, and runs could not be compared
 
@@ -45,7 +45,7 @@ def hold_out_families(families: Sequence[str], labels: Sequence[int], *, part: f
     held: set[str] = set()
     for label in sorted(set(class_of.values())):
         members = sorted(family for family in class_of if class_of[family] == label)
-        members.sort(key=lambda family: key_of(_SEED, "gan: held out", family))
+        members.sort(key=lambda family: derive_seed(_SEED, "gan: held out", family))
         held.update(members[: round(part * len(members))])
     return torch.tensor([family in held for family in families], dtype=torch.bool)
 

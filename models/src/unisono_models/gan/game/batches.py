@@ -10,9 +10,9 @@ from torch import Tensor
 
 from unisono_models.gan.config import Condition
 from unisono_models.gan.data.images import Images
-from unisono_models.training.order import SampleOrder
-from unisono_models.training.randomness import key_of, normal
-from unisono_models.training.ranks import Ranks
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.randomness import derive_seed, normal
+from unisono_models.training.sampler import StepSampler
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Batches:
 
     images: Images
     kind: Condition
-    order: SampleOrder
+    order: StepSampler
     noise: int
     seed: int
     ranks: Ranks
@@ -58,7 +58,7 @@ class Batches:
             ids=None if self._ids is None else self._ids[mine].to(self.ranks.device),
             noise=normal(self.seed, "noise", step, places, (self.noise,)).to(self.dtype),
             sizes=sizes,
-            shift=1 + key_of(self.seed, "matching", step) % max(1, len(whole) - 1),
+            shift=1 + derive_seed(self.seed, "matching", step) % max(1, len(whole) - 1),
         )
 
     @cached_property

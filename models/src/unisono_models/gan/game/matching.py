@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_gather, exchange_sizes
-from unisono.collectives.groups import resolve
+from unisono.collectives.groups import resolve_group
 
 
 def mismatched(
@@ -28,7 +28,7 @@ def mismatched(
     if sizes is None:
         sizes = exchange_sizes(condition, group=group)
     everyone = all_gather(condition, sizes=sizes, group=group)
-    first = sum(sizes[: resolve(group).rank])
+    first = sum(sizes[: resolve_group(group).rank])
     places = (torch.arange(len(condition), device=condition.device) + first + shift) % max(1, len(everyone))
     found = everyone[places]
     differs = found != condition

@@ -15,15 +15,13 @@ from unisono_models.gan.config import EvaluationConfig
 from unisono_models.gan.judge.network import Judge
 from unisono_models.gan.judge.training import train_judge
 from unisono_models.gan.source import Source
-from unisono_models.training.disk import replace_file
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.ranks import Ranks
-from unisono_models.training.talk import tell, together
+from unisono_models.training.checkpoint.atomic_file import atomic_write
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import broadcast_object, raise_together
+from unisono_models.training.distributed.watchdog import Watchdog
 
 
-def ready_judge(
-    path: Path, source: Source, config: EvaluationConfig, ranks: Ranks, heartbeat: Heartbeat | None = None
-) -> Judge:
+def ready_judge(path: Path, source: Source, config: EvaluationConfig, ranks: Ranks, heartbeat: Watchdog | None = None) -> Judge:
     """The judge of a run: the one in the file `path`, or if there is none a newly trained one, which is kept there.
 
     All ranks call. Whether it is there is rank 0's to say, and what counts is the one that rank 0 has trained; the others train
@@ -35,19 +33,19 @@ def ready_judge(
     Example:
         judge = ready_judge(run.path / "judge.safetensors", source, config.evaluation, ranks, heartbeat)
     """
-    if tell(path.exists()):
-        with together("ready_judge"):
+    if broadcast_object(path.exists()):
+        with raise_together("ready_judge"):
             judge = read_judge(path, fingerprint=source.fingerprint)
             _check_fit(judge, path, source)
         return judge.to(ranks.device)
     judge = _blank(source.train.channels, source.train.size, classes_of(source)).to(ranks.device)
-    with together("ready_judge"):
+    with raise_together("ready_judge"):
         accuracy = train_judge(judge, source, config, heartbeat)
     with torch.no_grad():
         for weight in judge.parameters():
             weight.copy_(broadcast(weight))
-    judge.accuracy = tell(accuracy)
-    with together("ready_judge"):
+    judge.accuracy = broadcast_object(accuracy)
+    with raise_together("ready_judge"):
         if ranks.first:
             write_judge(path, judge, fingerprint=source.fingerprint)
     return judge
@@ -62,7 +60,7 @@ def write_judge(path: Path, judge: Judge, *, fingerprint: str = "") -> None:
     """Keep a judge as safetensors. `fingerprint`: of the pictures it was trained on. One rank calls."""
     about = {name: getattr(judge, name) for name in ("channels", "size", "classes", "accuracy")} | {"pictures": fingerprint}
     weights = {name: weight.detach().cpu().contiguous() for name, weight in judge.state_dict().items()}
-    replace_file(path, save(weights, {"judge": json.dumps(about)}))
+    atomic_write(path, save(weights, {"judge": json.dumps(about)}))
 
 
 def read_judge(path: Path, *, fingerprint: str | None = None) -> Judge:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from unisono_models.training.randomness import generator
+from unisono_models.training.randomness import make_generator
 
 FEATURES = 64
 _TURNS = 4
@@ -63,5 +63,5 @@ class Judge(nn.Module):
             if name.endswith("bias"):
                 parameter.zero_()
             else:
-                drawn = torch.randn(parameter.shape, generator=generator(seed, "judge", name), dtype=torch.float64)
+                drawn = torch.randn(parameter.shape, generator=make_generator(seed, "judge", name), dtype=torch.float64)
                 parameter.copy_(drawn * math.sqrt(2 / parameter[0].numel()))

@@ -13,10 +13,10 @@ from unisono_models.gan.config import EvaluationConfig
 from unisono_models.gan.data.images import Images
 from unisono_models.gan.judge.network import Judge
 from unisono_models.gan.source import Source
-from unisono_models.training.heartbeat import Heartbeat
-from unisono_models.training.order import SampleOrder
+from unisono_models.training.distributed.watchdog import Watchdog
 from unisono_models.training.randomness import uniform
-from unisono_models.training.schedule import part_of_rate
+from unisono_models.training.sampler import StepSampler
+from unisono_models.training.schedule import learning_rate_factor
 
 SEED = 0  # not the run's: figures of runs with different seeds are by one judge
 _RATE = 4e-3
@@ -25,7 +25,7 @@ _SHIFT = 1 / 16  # of the side, at most
 _TILE = 500  # test pictures at a time
 
 
-def train_judge(judge: Judge, source: Source, config: EvaluationConfig, heartbeat: Heartbeat | None = None) -> float:
+def train_judge(judge: Judge, source: Source, config: EvaluationConfig, heartbeat: Watchdog | None = None) -> float:
     """Draw the judge's weights and train them on source.train; returns its accuracy on source.test, NaN if that is empty.
 
     By one process alone, and not by shares: a thousand steps make another judge of another rounding, and figures are to be the
@@ -35,7 +35,7 @@ def train_judge(judge: Judge, source: Source, config: EvaluationConfig, heartbea
     """
     judge.start(SEED)
     weight = next(judge.parameters())
-    order = SampleOrder(len(source.train), config.judge_batch, SEED)
+    order = StepSampler(len(source.train), config.judge_batch, SEED)
     optimizer = Adam(judge.parameters(), lr=_RATE)
     for step in range(config.judge_steps):
         places = order.at(step)
@@ -44,7 +44,7 @@ def train_judge(judge: Judge, source: Source, config: EvaluationConfig, heartbea
         logits = judge(_shift(pictures, uniform(SEED, "shift", step, places.to(weight.device), (2,))))
         F.cross_entropy(logits, targets).backward()
         for group in optimizer.param_groups:
-            group["lr"] = _RATE * part_of_rate(step, config.judge_steps, warmup=_WARMUP)
+            group["lr"] = _RATE * learning_rate_factor(step, config.judge_steps, warmup=_WARMUP)
         optimizer.step()
         optimizer.zero_grad()
         if heartbeat is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from unisono.collectives import Group
-from unisono_models.training.talk import by_rank, hear
+from unisono_models.training.distributed.object_collectives import all_gather_object, format_by_rank
 
 
 def settle(function: str, problem: str = "", *, group: Group = None, **features: Tensor) -> dict[str, int]:
@@ -27,11 +27,11 @@ def settle(function: str, problem: str = "", *, group: Group = None, **features:
     if not problem and len({(x.dtype, x.shape[1]) for x in features.values()}) > 1:
         problem = f"expected features of one dtype and width, got {same}"
     rows = [] if problem else [len(x) for x in features.values()]
-    heard = hear([problem, same, rows], group=group)
+    heard = all_gather_object([problem, same, rows], group=group)
     if any(theirs for theirs, _, _ in heard):
-        raise ValueError(f"{function}: {by_rank({rank: theirs for rank, (theirs, _, _) in enumerate(heard)})}")
+        raise ValueError(f"{function}: {format_by_rank({rank: theirs for rank, (theirs, _, _) in enumerate(heard)})}")
     if len({theirs for _, theirs, _ in heard}) > 1:
-        told = by_rank({rank: theirs for rank, (_, theirs, _) in enumerate(heard)})
+        told = format_by_rank({rank: theirs for rank, (_, theirs, _) in enumerate(heard)})
         raise ValueError(f"{function}: features must be of one kind on all ranks; {told}")
     return {name: sum(theirs[place] for _, _, theirs in heard) for place, name in enumerate(features)}
 

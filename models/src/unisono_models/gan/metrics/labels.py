@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_reduce
-from unisono_models.training.talk import together
+from unisono_models.training.distributed.object_collectives import raise_together
 
 _ENOUGH = 0.1  # of its real share, for a class to count as covered
 
@@ -26,7 +26,7 @@ def label_metrics(logits: Tensor, labels: Tensor, *, real_counts: Tensor, group:
         >>> label_metrics(logits, torch.tensor([0, 0]), real_counts=torch.tensor([5, 5, 5]))
         {'label_accuracy': 0.5, 'class_coverage': 2.0}
     """
-    with together("label_metrics", group=group):
+    with raise_together("label_metrics", group=group):
         if logits.ndim != 2 or labels.shape != logits.shape[:1] or real_counts.shape != logits.shape[1:]:
             raise ValueError(
                 f"label_metrics: logits {tuple(logits.shape)}, labels {tuple(labels.shape)}, real_counts "

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group, all_reduce
-from unisono.collectives.groups import resolve
-from unisono.collectives.sizes import settle_sizes
+from unisono.collectives.groups import resolve_group
+from unisono.collectives.sizes import resolve_sizes
 
 _EPS = 1e-8  # keeps the gradient of the root finite where pictures are equal
 
@@ -54,8 +54,8 @@ def minibatch_stddev(
         tensor([1.0000e+00, 1.0000e+00, 1.0000e-04])
     """
     _check_group_size(group_size)
-    ranks = resolve(group)
-    x, sizes = settle_sizes("minibatch_stddev", x, 0, sizes, ranks, same=f"group_size={group_size}")
+    ranks = resolve_group(group)
+    x, sizes = resolve_sizes("minibatch_stddev", x, 0, sizes, ranks, same=f"group_size={group_size}")
     ends = [0, *accumulate(sizes)]
     total, first, last = ends[-1], ends[ranks.rank], ends[ranks.rank + 1]
     straddling = sorted({end // group_size for end in ends if end % group_size and end < total})

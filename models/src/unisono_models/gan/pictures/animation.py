@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from unisono_models.gan.pictures.grid import BACKGROUND, INK, LETTERS, MARGIN, font
-from unisono_models.training.disk import replace_file
+from unisono_models.training.checkpoint.atomic_file import atomic_write
 
 FIRST, LAST = 900, 3000  # milliseconds
 _ALL, _SHORTEST, _LONGEST = 7000, 90, 400  # of those between
@@ -53,7 +53,7 @@ def write_animation(frames: Mapping[int, Path], path: Path, *, most_bytes: int =
         if len(content) <= most_bytes or len(steps) <= 2:
             break
         steps = choose_evenly(steps, max(2, len(steps) // 2))
-    replace_file(path, content)
+    atomic_write(path, content)
 
 
 def choose_evenly(steps: list[int], most: int) -> list[int]:

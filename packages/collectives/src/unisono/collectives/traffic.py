@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unisono.collectives.groups import group_named
+from unisono.collectives.groups import group_by_name
 
 
 @dataclass
@@ -104,7 +104,7 @@ class _Call:
         self.given = given
         group = given["group_name"] if "group_name" in given else given["process_group"]
         if isinstance(group, str):
-            group = group_named(group)
+            group = group_by_name(group)
         elif not isinstance(group, ProcessGroup):
             group = ProcessGroup.unbox(group)
         self.rank, self.others, self.size = group.rank(), group.size() - 1, group.size()

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from unisono.collectives import Group
-from unisono.collectives.agreement import agree
-from unisono.collectives.checking import checking, describe, user_frame
-from unisono.collectives.groups import Ranks, resolve
-from unisono.collectives.linear import Linear, apply
+from unisono.collectives.autograd import LinearMap, apply
+from unisono.collectives.checks import checks_enabled, describe, user_frame, validate_across_ranks
+from unisono.collectives.groups import GroupRanks, resolve_group
 from unisono.dataparallel.batch_statistics import (
     Moments,
     backward_plan,
@@ -61,7 +60,7 @@ def sync_batch_norm(
         tensor([[-1.0000],
                 [ 1.0000]])
     """
-    ranks = resolve(group)
+    ranks = resolve_group(group)
     _check(x, {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}, eps, training, ranks)
     if not training:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training=False, eps=eps)
@@ -117,7 +116,7 @@ class _Normalize(torch.autograd.Function):
         mean: Tensor,
         variance: Tensor,
         eps: float,
-        plan: Linear,
+        plan: LinearMap,
         group: Group,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, total, mean, variance)
@@ -169,7 +168,7 @@ def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Ten
     return dx if wants_x else None, next(grads) if wants_weight else None, next(grads) if wants_bias else None
 
 
-def _refuse_single_value(x: Tensor, moments: Moments, ranks: Ranks) -> None:
+def _refuse_single_value(x: Tensor, moments: Moments, ranks: GroupRanks) -> None:
     if values_per_channel(x) > 1:  # so has the whole: the usual case, and the device need not be waited for
         return
     problem = f"{_NAME}: expected more than 1 value per channel in the global batch when training, got 1"
@@ -179,10 +178,10 @@ def _refuse_single_value(x: Tensor, moments: Moments, ranks: Ranks) -> None:
         raise ValueError(f"{problem}; x has shape {tuple(x.shape)} on rank {ranks.rank} of {ranks.size}")
 
 
-def _check(x: Tensor, by_name: dict[str, Tensor | None], eps: float, training: bool, ranks: Ranks) -> None:
+def _check(x: Tensor, by_name: dict[str, Tensor | None], eps: float, training: bool, ranks: GroupRanks) -> None:
     problem = _complaint(x, by_name, training) or (f"eps={eps} must be positive" if training and eps <= 0 else "")
-    if training and checking():
-        agree(
+    if training and checks_enabled():
+        validate_across_ranks(
             _NAME,
             ranks,
             same=(_NAME, str(getattr(x, "dtype", "")), *(() if problem else x.shape[1:2])),

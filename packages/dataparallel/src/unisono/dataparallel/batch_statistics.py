@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_gather
-from unisono.collectives.checking import call_site
-from unisono.collectives.groups import resolve
-from unisono.collectives.linear import Linear, apply
+from unisono.collectives.autograd import LinearMap, apply
+from unisono.collectives.checks import call_site
+from unisono.collectives.groups import resolve_group
 
 
 class Moments(NamedTuple):
@@ -61,7 +61,7 @@ def measure(x: Tensor, *, group: Group) -> Moments:
     return _pool(torch.cat([mean, variance * count, mean.new_full((1,), count)]), group)
 
 
-def measure_differentiably(x: Tensor, *, plan: Linear, group: Group, forward_mode: bool = False) -> Moments:
+def measure_differentiably(x: Tensor, *, plan: LinearMap, group: Group, forward_mode: bool = False) -> Moments:
     """The same, composed of what autograd, torch.func and torch.compile know. One exchange; one in backward, by `plan`.
 
     `forward_mode`: also tangents are right, and the backward is a larger exchange.
@@ -81,9 +81,9 @@ def measure_differentiably(x: Tensor, *, plan: Linear, group: Group, forward_mod
     return Moments(pooled.total, pooled.mean + moved, pooled.variance + spread - moved.square())
 
 
-def backward_plan(name: str, *, group: Group) -> Linear:
+def backward_plan(name: str, *, group: Group) -> LinearMap:
     """The adjoint: what the derivative by the (2, C) global sums of deviations and of their squares is added up by."""
-    return Linear("copy", resolve(group), call=name, site=call_site())
+    return LinearMap("copy", resolve_group(group), call=name, site=call_site())
 
 
 def update_running(running: Tensor, found: Tensor, momentum: float | Tensor, total: Tensor) -> None:
@@ -100,7 +100,7 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 def _pool(own: Tensor, group: Group) -> Moments:
     """From this rank's means, sums of squared deviations and count, those of all ranks together."""
-    table = all_gather(own.unsqueeze(0), sizes=(1,) * resolve(group).size, group=group)
+    table = all_gather(own.unsqueeze(0), sizes=(1,) * resolve_group(group).size, group=group)
     channels = own.shape[0] // 2
     means, squares, counts = table.split([channels, channels, 1], dim=1)
     total = counts.sum(0)

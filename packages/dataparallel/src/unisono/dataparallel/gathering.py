@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.collectives.structures import Structure, flatten
+from unisono.collectives.pytree import TreeStructure, tree_flatten
 from unisono.dataparallel.copying import Copies
 from unisono.dataparallel.devices import Device, full_device
 from unisono.dataparallel.scattering import Replicate, move
@@ -33,7 +33,7 @@ def gather(trees: Sequence[Tree], device: Device, *, dim: int = 0) -> Tree:
     target = full_device("gather", "device", device)
     if not len(trees):
         raise ValueError("gather: trees=[]: expected at least one tree")
-    flat = [flatten(tree) for tree in trees]
+    flat = [tree_flatten(tree) for tree in trees]
     structure = flat[0][1]
     for number, (_, other) in enumerate(flat[1:], 1):
         if other != structure:
@@ -50,7 +50,7 @@ def gather(trees: Sequence[Tree], device: Device, *, dim: int = 0) -> Tree:
     return result
 
 
-def _move(column: Sequence[Any], target: torch.device, copies: Copies, structure: Structure, place: int) -> list[Any]:
+def _move(column: Sequence[Any], target: torch.device, copies: Copies, structure: TreeStructure, place: int) -> list[Any]:
     if all(isinstance(leaf, Tensor) for leaf in column):
         return [copies.start(x, target) for x in column]
     kinds = {Tensor if isinstance(leaf, Tensor) else Replicate if isinstance(leaf, Replicate) else object for leaf in column}
@@ -62,7 +62,7 @@ def _move(column: Sequence[Any], target: torch.device, copies: Copies, structure
     return list(column)
 
 
-def _join(column: list[Any], dim: int, structure: Structure, place: int) -> Any:
+def _join(column: list[Any], dim: int, structure: TreeStructure, place: int) -> Any:
     first = column[0]
     if isinstance(first, Replicate):
         return first.value
@@ -91,6 +91,6 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(equal) if getattr(equal, "ndim", 0) == 0 else False
 
 
-def _name(structure: Structure, place: int) -> str:
+def _name(structure: TreeStructure, place: int) -> str:
     path = structure.paths()[place]
     return f"the leaf {path}" if path else "each tree"

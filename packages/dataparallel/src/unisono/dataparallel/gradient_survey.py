@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from unisono.collectives import MismatchError
-from unisono.collectives.agreement import agree
-from unisono.collectives.checking import describe, user_frame
-from unisono.collectives.groups import Ranks, backend_for, process_group
+from unisono.collectives.checks import describe, user_frame, validate_across_ranks
+from unisono.collectives.groups import GroupRanks, backend_for, process_group
 from unisono.dataparallel.buckets import Spec
 
 _BITS = 60  # flags in one int64
@@ -95,7 +94,7 @@ def survey_gradients(parameters: Sequence[Tensor], specs: Sequence[Spec], *, lat
     return Survey(grads, [*flags, *codes], problem)
 
 
-def exchange_holdings(specs: Sequence[Spec], survey: Survey, call: tuple[str, str, str], ranks: Ranks) -> Holdings:
+def exchange_holdings(specs: Sequence[Spec], survey: Survey, call: tuple[str, str, str], ranks: GroupRanks) -> Holdings:
     """What all ranks have, once they agree on the `call`: the step, the options and the signature of the parameters."""
 
     def words() -> str:
@@ -107,7 +106,7 @@ def exchange_holdings(specs: Sequence[Spec], survey: Survey, call: tuple[str, st
     device = specs[0].device if specs else None
     numbers, problem = survey.numbers, survey.problem
     try:
-        table = agree(
+        table = validate_across_ranks(
             "sync_gradients", ranks, same=call, numbers=numbers, words=words, device=device, rule=_RULE, problem=problem
         )
     except MismatchError as error:
@@ -124,7 +123,7 @@ def sign(specs: Sequence[Spec]) -> str:
     return hashlib.blake2b(";".join(texts).encode(), digest_size=8).hexdigest()
 
 
-def device_problem(devices: Collection[torch.device], ranks: Ranks) -> str:
+def device_problem(devices: Collection[torch.device], ranks: GroupRanks) -> str:
     for device in devices if ranks.size > 1 else ():
         try:
             backend_for(device, process_group(ranks))

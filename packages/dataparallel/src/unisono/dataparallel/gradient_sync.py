@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group
-from unisono.collectives.groups import Ranks, process_group, resolve
-from unisono.collectives.reductions import GradReduce
+from unisono.collectives.functional.reduce import GradReduce
+from unisono.collectives.groups import GroupRanks, process_group, resolve_group
 from unisono.dataparallel.buckets import Bucket, Buffers, Spec, make_buckets
 from unisono.dataparallel.gradient_survey import (
     Holdings,
@@ -171,14 +171,14 @@ class GradientSync:
     def __repr__(self) -> str:
         return f"GradientSync({len(self._given)} parameters, reduce={self.reduce!r}, bucket_bytes={self.bucket_bytes})"
 
-    def _begin(self) -> Ranks:
+    def _begin(self) -> GroupRanks:
         if self._overlapping:
             raise RuntimeError("GradientSync: called inside its own overlap() block, which syncs when it is left")
         trainable = [p for p in self._given if p.requires_grad]
         if len(trainable) != len(self._parameters) or not all(map(is_, trainable, self._parameters)):
             self._parameters = trainable
             self._refresh()
-        return resolve(self.group)
+        return resolve_group(self.group)
 
     def _refresh(self) -> bool:
         """Whether parameters were moved or converted since the last time, or are others."""
@@ -189,7 +189,7 @@ class GradientSync:
             self._expected, self._plans = (), {}
         return changed
 
-    def _agree(self, step: str, survey: Survey, ranks: Ranks) -> Holdings:
+    def _agree(self, step: str, survey: Survey, ranks: GroupRanks) -> Holdings:
         options = f"reduce={self.reduce!r}, bucket_bytes={self.bucket_bytes}"
         problem = self._problem or survey.problem or device_problem(self._devices, ranks)
         if self._abandoned:
@@ -197,7 +197,7 @@ class GradientSync:
         with torch.inference_mode(False):
             return exchange_holdings(self._specs, survey._replace(problem=problem), (step, options, self._signature), ranks)
 
-    def _scale(self, ranks: Ranks) -> float:
+    def _scale(self, ranks: GroupRanks) -> float:
         return 1 / ranks.size if self.reduce == "mean" else 1.0
 
     def _buckets(self, members: tuple[int, ...], slots: int | None) -> list[Bucket]:
@@ -208,7 +208,7 @@ class GradientSync:
         return buckets
 
     @torch.no_grad()
-    def _reduce_dense(self, grads: Sequence[Tensor | None], members: tuple[int, ...], ranks: Ranks) -> None:
+    def _reduce_dense(self, grads: Sequence[Tensor | None], members: tuple[int, ...], ranks: GroupRanks) -> None:
         """One bucket is filled while others are on the wire."""
         pg, scale = process_group(ranks), self._scale(ranks)
         buckets = self._buckets(members, _IN_FLIGHT)
@@ -236,7 +236,7 @@ class GradientSync:
             finish()
 
     @torch.no_grad()
-    def _reduce_sparse(self, grads: Sequence[Tensor | None], members: dict[int, int], ranks: Ranks) -> None:
+    def _reduce_sparse(self, grads: Sequence[Tensor | None], members: dict[int, int], ranks: GroupRanks) -> None:
         if not members:
             return
         mine, specs = [grads[member] for member in members], [self._specs[member] for member in members]
@@ -276,7 +276,7 @@ class GradientSync:
         self._plans, self._buffers = {}, Buffers()
 
     @contextmanager
-    def _communicating(self, ranks: Ranks) -> Iterator[None]:
+    def _communicating(self, ranks: GroupRanks) -> Iterator[None]:
         try:
             with torch.inference_mode(False):  # what is made here outlives the caller's mode
                 yield

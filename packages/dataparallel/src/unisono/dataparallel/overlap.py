@@ -10,7 +10,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from unisono.collectives.groups import Ranks, process_group
+from unisono.collectives.groups import GroupRanks, process_group
 from unisono.dataparallel.buckets import Bucket, Spec
 
 
@@ -21,7 +21,7 @@ class Launcher:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], specs: Sequence[Spec], buckets: Sequence[Bucket], scale: float, ranks: Ranks
+        self, parameters: Sequence[Tensor], specs: Sequence[Spec], buckets: Sequence[Bucket], scale: float, ranks: GroupRanks
     ) -> None:
         self.parameters, self.specs, self.buckets, self.scale, self.ranks = parameters, specs, buckets, scale, ranks
         self.launched = 0

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from unisono.collectives.sizes import balanced
-from unisono.collectives.structures import Structure, flatten
+from unisono.collectives.pytree import TreeStructure, tree_flatten
+from unisono.collectives.sizes import even_sizes
 from unisono.dataparallel.copying import Copies, spread
 from unisono.dataparallel.devices import Device, full_devices
 
@@ -61,7 +61,7 @@ def split(
     function: str, tree: Tree, devices: Sequence[torch.device], *, dim: int, sizes: Sequence[int] | None = None
 ) -> tuple[list[Tree], list[int] | None]:
     """What scatter gives, and the rows of each device (of its longest part); None if nothing was there to split."""
-    leaves, structure = flatten(tree)
+    leaves, structure = tree_flatten(tree)
     if sizes is not None and (len(sizes) != len(devices) or min(sizes) < 0):
         raise ValueError(f"{function}: sizes={tuple(sizes)} must have one length for each of {len(devices)} devices")
     columns: list[Sequence[Any]] = []  # of each leaf, what every device gets
@@ -86,7 +86,7 @@ def split(
     copies.join()
     if longest < 0:
         return trees, None
-    return trees, list(balanced(longest, len(devices)) if sizes is None else sizes)
+    return trees, list(even_sizes(longest, len(devices)) if sizes is None else sizes)
 
 
 def start(leaf: Any, device: torch.device, copies: Copies) -> Any:
@@ -96,7 +96,7 @@ def start(leaf: Any, device: torch.device, copies: Copies) -> Any:
 
 def move(tree: Any, device: torch.device, copies: Copies) -> Any:
     """`tree` on `device`, once `copies` are joined; what stands in Replicate as if it did not."""
-    leaves, structure = flatten(tree)
+    leaves, structure = tree_flatten(tree)
     inner = (
         move(leaf.value, device, copies) if isinstance(leaf, Replicate) else start(leaf, device, copies) for leaf in leaves
     )
@@ -109,13 +109,13 @@ def _repeat(leaf: Any, devices: Sequence[torch.device]) -> Sequence[Any]:
         return spread(leaf, devices)
     if not isinstance(leaf, Replicate):
         return [leaf] * len(devices)
-    leaves, structure = flatten(leaf.value)
+    leaves, structure = tree_flatten(leaf.value)
     columns = [_repeat(inner, devices) for inner in leaves]
     return [structure.rebuild([column[k] for column in columns]) for k in range(len(devices))]
 
 
 def _divide(
-    function: str, x: Tensor, number: int, dim: int, sizes: Sequence[int] | None, structure: Structure, place: int
+    function: str, x: Tensor, number: int, dim: int, sizes: Sequence[int] | None, structure: TreeStructure, place: int
 ) -> Sequence[Tensor]:
     if x.layout != torch.strided:
         raise TypeError(

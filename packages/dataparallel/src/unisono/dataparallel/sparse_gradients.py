@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import all_gather
-from unisono.collectives.groups import Ranks, group_of
+from unisono.collectives.groups import GroupRanks, as_group
 from unisono.dataparallel.buckets import Spec
 
 
 def add_up_sparse(
-    grads: Sequence[Tensor | None], specs: Sequence[Spec], sparse_dims: Sequence[int], scale: float, ranks: Ranks
+    grads: Sequence[Tensor | None], specs: Sequence[Spec], sparse_dims: Sequence[int], scale: float, ranks: GroupRanks
 ) -> list[Tensor]:
     """For each parameter `scale` times the sum over ranks, coalesced, the same on every rank.
 
@@ -24,7 +24,7 @@ def add_up_sparse(
     for device in dict.fromkeys(spec.device for spec in specs):
         places = [place for place, spec in enumerate(specs) if spec.device == device]
         parts = [_parts(grads[place], specs[place], sparse_dims[place], scale) for place in places]
-        gathered = all_gather(parts, group=group_of(ranks))
+        gathered = all_gather(parts, group=as_group(ranks))
         for place, (indices, values) in zip(places, gathered, strict=True):
             size = specs[place].shape
             total = torch.sparse_coo_tensor(indices.t(), values, size, check_invariants=False, is_coalesced=False)

@@ -5,7 +5,7 @@ fails the test promptly, with the word of every rank, and the next test gets fre
 port or torchrun.
 """
 
-from unisono.collectives.testing.derivatives import gradcheck, gradgradcheck
+from unisono.collectives.testing.gradcheck import gradcheck, gradgradcheck
 from unisono.collectives.testing.pool import RankPool, RankReport, RanksFailed, close_pools, run_ranks
 
 __all__ = ["RankPool", "RankReport", "RanksFailed", "close_pools", "gradcheck", "gradgradcheck", "run_ranks"]

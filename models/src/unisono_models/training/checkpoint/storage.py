@@ -1,0 +1,174 @@
+"""Tensors on disk for torch.distributed.checkpoint: plain bytes and a JSON index, so that reading them executes nothing.
+
+Each rank writes one file, `rank-00003.bin`: its tensors one after another, each at a multiple of 64 bytes. Rank 0 writes
+`tensors.json`: for every tensor its dtype, its shape and its parts, as [file, first byte, offsets in the tensor, sizes].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from unisono_models.training.checkpoint.atomic_file import check_free_space, explain_os_errors, write_new_file
+from unisono_models.training.checkpoint.tensor_index import INDEX, TensorBlock, TensorEntry, encode_index
+
+_ALIGNMENT = 64
+_PIECE = 1 << 24  # bytes written and hashed at a time
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """Plans by the shapes of the live tensors and writes the bytes of their staged copies, so that no DTensor is rebuilt."""
+
+    def __init__(self, staged: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._staged = staged
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._staged[write_item.index.fqn]
+
+
+class ShardWriter(StorageWriter):
+    """Writes into `directory`, which exists. `written`: [size, sha256] of each file that this rank wrote, by name."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.written: dict[str, list[Any]] = {}
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, once each block is left to one rank: what will be written is known to the byte."""
+        check_free_space(self._directory, sum(_size_of(item) + _ALIGNMENT for plan in plans for item in plan.items))
+        return [dataclasses.replace(plan, storage_data=f"rank-{rank:05}.bin") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        path = self._directory / plan.storage_data
+        with explain_os_errors(path), open(path, "xb") as file:
+            digest, end = hashlib.sha256(), 0
+            for item in plan.items:
+                data = _bytes_of(planner.resolve_data(item))
+                padding = bytes(-end % _ALIGNMENT)
+                begin = end + len(padding)
+                pieces: list[bytes | memoryview] = [padding, *(data[i : i + _PIECE] for i in range(0, len(data), _PIECE))]
+                for piece in pieces:
+                    file.write(piece)
+                    digest.update(piece)
+                end = begin + len(data)
+                results.append(WriteResult(item.index, len(data), (path.name, begin)))
+            file.flush()
+            os.fsync(file.fileno())
+        self.written[path.name] = [end, digest.hexdigest()]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {result.index: result.storage_data for rank in results for result in rank}
+        index = {}
+        for name, stored in metadata.state_dict_metadata.items():
+            assert isinstance(stored, TensorStorageMetadata)  # `collect_state` gives tensors only
+            parts = []
+            for chunk in stored.chunks:
+                file, begin = places[MetadataIndex(name, chunk.offsets)]
+                parts.append(TensorBlock(file, begin, tuple(chunk.offsets), tuple(chunk.sizes)))
+            index[name] = TensorEntry(stored.properties.dtype, tuple(stored.size), tuple(parts))
+        self.written[INDEX] = write_new_file(self._directory / INDEX, encode_index(index))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class ShardReader(StorageReader):
+    """Reads what `index` describes from `directory`: of each block just the rows that this rank needs."""
+
+    def __init__(self, directory: Path, index: Mapping[str, TensorEntry]) -> None:
+        self._directory = directory
+        self._index = index
+        self._places = {MetadataIndex(name, part.offsets): part for name, entry in index.items() for part in entry.parts}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        tensors = {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=entry.dtype),
+                torch.Size(entry.shape),
+                [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in entry.parts],
+            )
+            for name, entry in self._index.items()
+        }
+        return Metadata(dict(tensors))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            part, dtype = self._places[item.storage_index], self._index[item.storage_index.fqn].dtype
+            first, rows = (item.storage_offsets[0], item.lengths[0]) if part.sizes else (0, 1)
+            block = _read_rows(self._directory / part.file, part, dtype, first, rows)
+            for dim in range(1, len(part.sizes)):
+                block = block.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(block)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _read_rows(path: Path, part: TensorBlock, dtype: torch.dtype, first: int, rows: int) -> Tensor:
+    """Rows [first, first + rows) of a block. By read, not mmap: an error of the disk is then an exception, not a SIGBUS."""
+    row = math.prod(part.sizes[1:]) * dtype.itemsize
+    data = torch.empty(rows * row, dtype=torch.uint8, device="cpu")
+    with explain_os_errors(path), open(path, "rb") as file:
+        file.seek(part.begin + first * row)
+        if file.readinto(_bytes_of(data)) != len(data):
+            raise OSError(errno.EIO, f"the file ends within {part}: it changed while it was read")
+    return data.view(dtype).view(rows, *part.sizes[1:]) if part.sizes else data.view(dtype).view(())
+
+
+def _bytes_of(tensor: Any) -> memoryview:
+    array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _size_of(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -1,0 +1,78 @@
+"""Small values and errors between ranks, as JSON: no pickle travels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+
+from unisono.collectives import Group, all_gather, exchange_sizes
+from unisono.collectives.groups import resolve_group
+
+Json: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts (with str keys) of these
+
+
+class RanksError(RuntimeError):
+    """What went wrong on one or more ranks, raised on every rank."""
+
+
+def all_gather_object(value: Json, *, group: Group = None) -> list[Json]:
+    """The value of every rank, on every rank, in rank order.
+
+    Example:
+        >>> all_gather_object({"rows": 3})
+        [{'rows': 3}]
+    """
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = exchange_sizes(mine, group=group)
+    parts = all_gather(mine, sizes=sizes, group=group).split(list(sizes))
+    return [json.loads(bytes(part.tolist())) for part in parts]
+
+
+def broadcast_object(value: Json, *, group: Group = None) -> Json:
+    """Rank 0's value, on every rank. The others' are ignored.
+
+    Example:
+        >>> broadcast_object("runs/clip-emoji")
+        'runs/clip-emoji'
+    """
+    return all_gather_object(value if resolve_group(group).rank == 0 else None, group=group)[0]
+
+
+@contextmanager
+def raise_together(what: str, *, group: Group = None) -> Iterator[None]:
+    """What fails on one rank fails on all: after the block every rank hears of the others' errors, and all raise.
+
+    For work that does not communicate, such as reading files: a rank that leaves early would let the others wait.
+
+    Raises: RanksError that names `what`, the ranks and their errors. On one rank its own error goes through as it is.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if resolve_group(group).size == 1:
+        if error is not None:
+            raise error
+        return
+    heard = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", group=group)
+    if any(heard):
+        raise RanksError(f"{what}: {format_by_rank(dict(enumerate(heard)))}") from error
+
+
+def format_by_rank(texts: Mapping[int, str | None]) -> str:
+    """One line of what each rank has to say; ranks that say the same are named together.
+
+    Example:
+        >>> format_by_rank({0: "disk full", 1: None, 2: "disk full"})
+        'rank 0, 2: disk full'
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, text in texts.items():
+        if text:
+            ranks.setdefault(text, []).append(str(rank))
+    return "; ".join(f"rank {', '.join(who)}: {text}" for text, who in ranks.items())

@@ -1,0 +1,228 @@
+"""Two runs of one config: are their numbers the same bits, or how far apart are they, and since when."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from unisono_models.training.distributed.object_collectives import Json
+from unisono_models.training.run.log import read_metrics
+from unisono_models.training.run.run_directory import config_differences, read_config, read_provenance
+
+Line = dict[str, Json]
+# How many of the first losses must agree, and how closely (relative), where rounding may differ: other ranks, other machine.
+TOLERANCES = {"float32": (10, 1e-6), "float64": (50, 1e-9), "bfloat16": (10, 1e-2)}
+SAME = ("world_size", "threads", "environment", "versions", "machine.cpu", "machine.device", "git.commit")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run was reproduced, and in which words."""
+
+    good: bool
+    text: str
+
+
+def compare_runs(old: Path, new: Path, *, steps: int | None = None) -> Verdict:
+    """Compare what two run directories of one config measured, in the first `steps` steps if given.
+
+    The same number of ranks, machine and versions: every value of every step and evaluation has to be the same bits.
+    Otherwise only rounding may differ: the first losses have to agree within TOLERANCES, or within the config's own `rounding`.
+    """
+    before, after = _steady(old, steps), _steady(new, steps)
+    if not any(kind == "train" for _, kind, _ in before):
+        return Verdict(False, f"Nothing to compare: {old} has no steps in its metrics.jsonl")
+    unlike = environment_differences(old, new)
+    missing = [key for key in before if key not in after and not _beyond(key, steps)]
+    different = _first_difference(before, after)
+    text = [f"Compared {sum(kind == 'train' for _, kind, _ in before)} steps of {old} with {new}."]
+    if unlike:
+        text.append("The circumstances differ: " + "; ".join(unlike) + ".")
+    if different is None and not missing:
+        return Verdict(True, "\n".join([*text, "Reproduced: bitwise equal."]))
+    if missing:
+        step, kind, _ = missing[0]
+        text.append(f"Not reproduced: the {kind} line of step {step} is missing in {new}, and {len(missing) - 1} more.")
+        return Verdict(False, "\n".join(text))
+    assert different is not None
+    text.append(different)
+    if not unlike:
+        return Verdict(False, "\n".join([*text, "Not reproduced: bitwise equal numbers were expected." + _hint(old, new)]))
+    good, words = _within_rounding(before, after, *_tolerance(old))
+    return Verdict(good, "\n".join([*text, words]))
+
+
+def environment_differences(old: Path, new: Path) -> list[str]:
+    """In what the starts of two runs differ, so that their numbers may be rounded differently; empty if they should not."""
+    starts = [read_provenance(path)["starts"] for path in (old, new)]
+    if not all(starts):
+        return ["a run has no provenance.json"]
+    found = []
+    for name in SAME:
+        values = [[_circumstance(start, name) for start in some] for some in starts]
+        if any(value != values[0][0] for some in values for value in some):
+            shown = [", then ".join(dict.fromkeys(_short(value) for value in some)) for some in values]
+            found.append(
+                f"{name} {shown[0]} and {shown[1]}" if name != "versions" else _versions(*(some[-1] for some in values))
+            )
+    return found
+
+
+def _steady(path: Path, steps: int | None) -> dict[tuple[int, str, str], Line]:
+    """The lines that the clock has no part in, by step, kind and names. A name for each evaluation, if a step has several."""
+    lines = [line for line in read_metrics(path) if line["kind"] != "speed" and (steps is None or line["step"] < steps)]
+    order = sorted(lines, key=lambda line: (line["step"], line["kind"] != "train"))
+    return {(line["step"], line["kind"], ",".join(sorted(line))): line for line in order}
+
+
+def _beyond(key: tuple[int, str, str], steps: int | None) -> bool:
+    """Whether a line may be absent: a run that stops after `steps` need not evaluate after the last of them."""
+    return steps is not None and key[0] == steps - 1 and key[1] == "evaluation"
+
+
+def _first_difference(before: dict[tuple[int, str, str], Line], after: dict[tuple[int, str, str], Line]) -> str | None:
+    for key, line in before.items():
+        other = after.get(key)
+        for name, value in line.items():
+            if other is not None and repr(value) != repr(other[name]):  # repr tells -0 from 0, and lets NaN equal NaN
+                return f"The first difference is at step {key[0]} ({key[1]}): {name} was {value!r}, is {other[name]!r}."
+    return None
+
+
+def _within_rounding(
+    before: dict[tuple[int, str, str], Line], after: dict[tuple[int, str, str], Line], count: int, limit: float
+) -> tuple[bool, str]:
+    trained = [(line, after[key]) for key, line in before.items() if key[1] == "train"]
+    gaps = [
+        max([relative_difference(line[name], other[name]) for name in _losses(line)], default=0.0) for line, other in trained
+    ]
+    early, overall = max(gaps[:count]), max(gaps)
+    good = early <= limit
+    return good, (
+        f"The largest relative difference of the loss is {early:.1e} in the first {min(count, len(gaps))} steps "
+        f"and {overall:.1e} in all {len(gaps)}.\n"
+        + (f"Reproduced: within {limit:g}, which rounding explains." if good else f"Not reproduced: {limit:g} was expected.")
+    )
+
+
+def relative_difference(a: float, b: float) -> float:
+    """How far apart two numbers are, relative to the larger.
+
+    Example:
+        >>> relative_difference(1.0, 1.5), relative_difference(1.0, float("nan"))
+        (0.3333333333333333, inf)
+    """
+    if repr(a) == repr(b) or a == b:
+        return 0.0
+    if not math.isfinite(a) or not math.isfinite(b):
+        return math.inf
+    return abs(a - b) / max(abs(a), abs(b))
+
+
+def _losses(line: Line) -> list[str]:
+    names = [name for name, value in line.items() if isinstance(value, int | float) and name not in ("step", "samples")]
+    return [name for name in names if name.startswith("loss")] or names
+
+
+def _tolerance(path: Path) -> tuple[int, float]:
+    config = read_config(path)["config"]
+    parallel = config.get("parallel")
+    precision = parallel.get("precision") if isinstance(parallel, dict) else config.get("precision")
+    count, limit = TOLERANCES[precision if precision in TOLERANCES else "float32"]
+    return count, config.get("rounding", limit) if precision in (None, "float32") else limit
+
+
+def _hint(old: Path, new: Path) -> str:
+    dirty = [path for path in (old, new) if any(_dotted(start, "git.dirty") for start in read_provenance(path)["starts"])]
+    return f" Its code had changes that are in no commit: {' and '.join(map(str, dirty))}." if dirty else ""
+
+
+def _circumstance(start: Json, name: str) -> Json:
+    value = _dotted(start, name)
+    if name == "environment" and isinstance(value, dict):
+        return {key: item for key, item in value.items() if key != "OMP_NUM_THREADS"}  # `threads` is what came of it
+    return value
+
+
+def _dotted(value: Json, name: str) -> Json:
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _versions(old: dict[str, str], new: dict[str, str]) -> str:
+    names: Sequence[str] = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return ", ".join(f"{name} {old.get(name)} and {new.get(name)}" for name in names) or "versions of restarts"
+
+
+def _short(value: Json) -> str:
+    return str(value)[:60]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Print the metrics of finished runs as a Markdown table.
+
+    Runs of one config that differ only in their seed share a column: the mean, and the distance of the furthest run from it.
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run directories."""
+    metrics: tuple[str, ...] = ("*",)
+    """The metrics to print, as patterns of their names in summary.json, such as '*recall@1'."""
+    digits: int = 3
+    """Digits after the decimal point."""
+
+
+def tabulate_runs(runs: Sequence[Path], metrics: Sequence[str] = ("*",), *, digits: int = 3) -> str:
+    """The table. Raises: ValueError that names a run which is not finished."""
+    groups: list[tuple[dict[str, object], list[dict[str, float]]]] = []
+    for path in runs:
+        if not (path / "summary.json").exists():
+            raise ValueError(f"compare: {path}: not a finished run: there is no summary.json")
+        config, summary = read_config(path), json.loads((path / "summary.json").read_text())
+        alike = (group for other, group in groups if _same_but_for_the_seed(other, config))
+        group = next(alike, None)
+        if group is None:
+            groups.append((config, [summary]))
+        else:
+            group.append(summary)
+    names = [name for name in groups[0][1][0] if any(fnmatch(name, pattern) for pattern in metrics)] if groups else []
+    lines = ["| metric | " + " | ".join(_title(config, len(group)) for config, group in groups) + " |"]
+    lines.append("|---|" + "---|" * len(groups))
+    for name in names:
+        cells = [_cell([summary.get(name) for summary in group], digits) for _, group in groups]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    options = tyro.cli(Options, prog="python -m unisono_models.training compare", args=args)
+    try:
+        print(tabulate_runs(options.runs, options.metrics, digits=options.digits))
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+
+
+def _same_but_for_the_seed(one: dict[str, object], other: dict[str, object]) -> bool:
+    return one["recipe"] == other["recipe"] and config_differences(one["config"], other["config"]) in ([], ["run.seed"])
+
+
+def _title(config: dict[str, object], seeds: int) -> str:
+    return f"{config['model']} {config['recipe']}" + (f", {seeds} seeds" if seeds > 1 else "")
+
+
+def _cell(values: Sequence[float | None], digits: int) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    mean = sum(known) / len(known)
+    furthest = max(abs(value - mean) for value in known)
+    return f"{mean:.{digits}f}" + (f" ± {furthest:.{digits}f}" if len(known) > 1 else "")

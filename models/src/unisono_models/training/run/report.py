@@ -1,0 +1,240 @@
+"""The parts of a page that needs nothing else: tables, pictures and numbers as HTML, with everything escaped."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from unisono_models.training.checkpoint.atomic_file import atomic_write
+from unisono_models.training.config.serialization import read_json
+from unisono_models.training.distributed.object_collectives import Json, raise_together
+from unisono_models.training.run.log import read_metrics
+from unisono_models.training.run.plots import draw_plots, readable_name, write_plots
+from unisono_models.training.run.run_directory import RunDirectory, read_config, read_provenance
+
+Row = Mapping[str, object]
+KINDS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif", ".svg": "svg+xml"}
+
+
+def html_table(rows: Sequence[Row]) -> str:
+    """A table of `rows`, whose columns are their keys in the order in which they first come. Numbers stand to the right."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    numeric = {name for name in columns if all(_is_number(row.get(name, 0)) for row in rows)}
+    heads = "".join(f"<th{_class(name in numeric)}>{escape(name)}</th>" for name in columns)
+    lines = []
+    texts = {name: _aligned([row.get(name, "") for row in rows]) for name in columns}
+    for i in range(len(rows)):
+        cells = [f"<td{_class(name in numeric)}>{escape(texts[name][i])}</td>" for name in columns]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def key_value_table(values: Mapping[str, object], *, code: bool = False) -> str:
+    """A table of names and values. code: the values as they would be typed."""
+    lines = []
+    for name, value in values.items():
+        kind = ' class="code"' if code else _class(_is_number(value))
+        lines.append(f"<tr><th>{escape(name)}</th><td{kind}>{escape(str(value) if code else format_number(value))}</td></tr>")
+    return f'<div class="scroll"><table><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def embed_image(path: Path, caption: str) -> str:
+    """The picture file `path` itself, with a caption. Raises: ValueError if it is of no kind that pages can show."""
+    if path.suffix.lower() not in KINDS:
+        raise ValueError(f"write_report: picture {path} is none of {', '.join(KINDS)}")
+    link = data_url(path.read_bytes(), KINDS[path.suffix.lower()])
+    below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f'<figure><img src="{link}" alt="{escape(caption)}">{below}</figure>'
+
+
+def data_url(content: bytes, kind: str = "png") -> str:
+    """A link that carries the picture in itself."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def format_number(value: object) -> str:
+    """`value` as one reads it: four digits that matter.
+
+    Example:
+        >>> format_number(0.20483), format_number(1633.0), format_number(12345.678), format_number(3e-9), format_number("a")
+        ('0.2048', '1,633', '12,346', '3e-09', 'a')
+    """
+    if not isinstance(value, float) or not math.isfinite(value):
+        return f"{value:,}" if _is_number(value) and isinstance(value, int) else str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def _aligned(values: Sequence[object]) -> list[str]:
+    """A column: as many decimals in each as the longest has, if they are shares and the like. Empty cells stay empty."""
+    texts = [format_number(value) for value in values]
+    given = [(value, text) for value, text in zip(values, texts, strict=True) if text]
+    if all(isinstance(value, float) and abs(value) < 1000 and "e" not in text for value, text in given):
+        decimals = max((len(text.partition(".")[2]) for _, text in given), default=0)
+        return [f"{value:.{decimals}f}" if text else "" for value, text in zip(values, texts, strict=True)]
+    return texts
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _class(numeric: bool) -> str:
+    return ' class="number"' if numeric else ""
+
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a page of ours loads nothing and runs nothing
+
+
+@dataclass(frozen=True)
+class ReportImage:
+    """A picture file for the report, and what to say under it."""
+
+    path: Path
+    caption: str
+
+
+def write_report(
+    run: RunDirectory,
+    *,
+    title: str,
+    intro: str,
+    pictures: Sequence[ReportImage] = (),
+    tables: Mapping[str, Sequence[Row]] | None = None,
+    notes: Sequence[str] = (),
+    summary: Mapping[str, float] | None = None,
+    highlights: Sequence[str] = (),
+) -> Path:
+    """Write report.html into the run's directory, and its curves into plots/: the path of the report.
+
+    intro: paragraphs, with an empty line between. pictures: shown in order, copied into the page. tables: rows by heading; a
+    row is a mapping from column to value. notes: at the end, such as licences. summary: the final metrics; None takes
+    summary.json, or the last evaluation. highlights: names in it to be shown large; none takes the first four.
+
+    Every rank calls this; rank 0 writes. Best before run.finish: a finished run then has its report.
+
+    Example:
+        write_report(run, title="Emoji by their names", intro="…", pictures=[ReportImage(grid, "Search results")])
+    """
+    path = run.path / "report.html"
+    with raise_together("write_report"):
+        if run.first:
+            lines = read_metrics(run.path)
+            final = _final(run.path, lines) if summary is None else dict(summary)
+            body = [
+                _header(title, intro, run.path),
+                _highlights(final, highlights),
+                _section("Samples", "".join(embed_image(p.path, p.caption) for p in pictures), "pictures"),
+                *(_section(heading, html_table(rows)) for heading, rows in (tables or {}).items() if rows),
+                _section("Curves", _curves(run, lines), "curves"),
+                _section(
+                    "Final metrics",
+                    key_value_table({readable_name(name): value for name, value in final.items()}) if final else "",
+                ),
+                _reproduction(run.path),
+                _section("Notes", _notes(notes)),
+                "<footer>Written by unisono-models.</footer>",
+            ]
+            atomic_write(path, _page(title, "\n".join(part for part in body if part)))
+    return path
+
+
+def _page(title: str, body: str) -> str:
+    style = resources.files(__package__).joinpath("report.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _header(title: str, intro: str, path: Path) -> str:
+    saved, starts = read_config(path), read_provenance(path)["starts"]
+    facts = {"model": saved["model"], "recipe": saved["recipe"]}
+    run = saved["config"].get("run", {})
+    facts |= {name: format_number(run[name]) for name in ("steps", "seed") if name in run}
+    if starts:
+        last = starts[-1]
+        facts |= {"ranks": format_number(last["world_size"]), "device": last["machine"]["device"]}
+        facts["started"] = starts[0]["time"][:16].replace("T", " ")
+        if last["git"]:
+            facts["commit"] = last["git"]["commit"][:10] + (" with changes" if last["git"]["dirty"] else "")
+    chips = "".join(f"<li><span>{escape(name)}</span> <b>{escape(str(value))}</b></li>" for name, value in facts.items())
+    paragraphs = "".join(f"<p>{escape(part.strip())}</p>" for part in intro.split("\n\n") if part.strip())
+    return f'<header><h1>{escape(title)}</h1>{paragraphs}<ul class="facts">{chips}</ul></header>'
+
+
+def _highlights(final: Mapping[str, float], chosen: Sequence[str]) -> str:
+    names = [name for name in chosen if name in final] or list(final)[:4]
+    cards = [
+        f"<div><dt>{escape(readable_name(name))}</dt><dd>{escape(format_number(final[name]))}</dd></div>" for name in names
+    ]
+    return f'<dl class="numbers">{"".join(cards)}</dl>' if cards else ""
+
+
+def _curves(run: RunDirectory, lines: Sequence[dict[str, Json]]) -> str:
+    light, dark = write_plots(run.path, run.plots), draw_plots(lines, theme="dark")
+    return "".join(
+        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{data_url(dark[name])}">'
+        f'<img src="{data_url(path.read_bytes())}" alt="{escape(readable_name(name))} over steps"></picture></figure>'
+        for name, path in light.items()
+    )
+
+
+def _reproduction(path: Path) -> str:
+    """The commands that run it again, its config and where it came from."""
+    saved, starts = read_config(path), read_provenance(path)["starts"]
+    folder = shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+    again = f"python -m unisono_models.training reproduce {folder}"
+    parts = [
+        "<p>Run it again and compare the numbers, which are bitwise the same on the same machine with as many ranks:</p>",
+        f"<pre>{escape(again)}</pre>",
+    ]
+    if starts:
+        ranks = starts[-1]["world_size"]
+        runner = f"torchrun --standalone --nproc-per-node {ranks} -m" if starts[-1]["torchrun"] else "python -m"
+        train = f"{runner} unisono_models.{saved['model']}.train --config {folder}/config.json --run.dir {folder}-again"
+        parts += ["<p>Or only run it:</p>", f"<pre>{escape(train)}</pre>"]
+    flat = {name: json.dumps(value, ensure_ascii=False) for name, value in _flat(saved["config"]).items()}
+    parts.append(f"<details><summary>Configuration</summary>{key_value_table(flat, code=True)}</details>")
+    for place, start in enumerate(starts, 1):
+        heading = "Provenance" if len(starts) == 1 else f"Provenance of start {place} of {len(starts)}"
+        shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in _flat(start).items()}
+        parts.append(f"<details><summary>{heading}</summary>{key_value_table(shown, code=True)}</details>")
+    return _section("How to reproduce", "".join(parts))
+
+
+def _notes(notes: Sequence[str]) -> str:
+    return '<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>" if notes else ""
+
+
+def _section(heading: str, content: str, kind: str = "") -> str:
+    if not content:
+        return ""
+    inner = f'<div class="{kind}">{content}</div>' if kind else content
+    return f"<section><h2>{escape(heading)}</h2>{inner}</section>"
+
+
+def _final(path: Path, lines: Sequence[dict[str, Json]]) -> dict[str, float]:
+    if (path / "summary.json").exists():
+        return dict(read_json(path / "summary.json"))
+    evaluations = [line for line in lines if line["kind"] == "evaluation"]
+    return {name: value for name, value in evaluations[-1].items() if name not in ("kind", "step")} if evaluations else {}
+
+
+def _flat(value: Json, where: str = "") -> dict[str, Json]:
+    """Nested objects as one, by dotted names."""
+    if not isinstance(value, dict) or not value:
+        return {where: value}
+    return {name: item for key in value for name, item in _flat(value[key], f"{where}.{key}" if where else key).items()}

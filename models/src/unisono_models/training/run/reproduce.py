@@ -1,0 +1,129 @@
+"""Run a run again from its directory, and compare the numbers: python -m unisono_models.training reproduce RUN_DIR"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from unisono_models.training.distributed.object_collectives import Json
+from unisono_models.training.run.compare import Verdict, compare_runs
+from unisono_models.training.run.log import read_metrics
+from unisono_models.training.run.provenance import VARIABLES
+from unisono_models.training.run.run_directory import read_config, read_provenance
+
+PACKAGE = "unisono_models"
+
+
+def reproduce(
+    run_dir: Path, *, nproc: int | None = None, steps: int | None = None, dir: Path | None = None, _package: str = PACKAGE
+) -> Verdict:
+    """Run the run in `run_dir` again, in a fresh directory, and compare what both measured.
+
+    nproc: ranks on this host; None: as many as the run had. steps: only the first ones; the schedule stays that of the whole
+    run. An unfinished run is compared as far as it went. dir: where to; None: beside `run_dir`.
+
+    Raises: ValueError if `run_dir` holds no run that can be run again, FileExistsError if `dir` is not fresh,
+    CalledProcessError if the training fails.
+    """
+    if not (run_dir / "config.json").is_file():
+        raise ValueError(f"reproduce: {run_dir} is not a run directory: it has no config.json")
+    saved, starts = read_config(run_dir), read_provenance(run_dir)["starts"]
+    taken = _steps_taken(run_dir)
+    if not taken:
+        raise ValueError(f"reproduce: {run_dir} has taken no step: there is nothing to compare")
+    if steps is not None and not 1 <= steps <= taken:
+        raise ValueError(f"reproduce: steps={steps} must be at least 1 and at most {taken}, the steps that {run_dir} has taken")
+    if steps is None and not (run_dir / "summary.json").exists():
+        steps = taken
+    first: Json = starts[0] if starts else {}
+    out = _fresh(run_dir) if dir is None else dir.absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"reproduce: {dir} is not empty: choose another --dir")
+    module = _train_module(saved["model"], _package)
+    ranks = nproc or int(first.get("world_size") or 1)
+    runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(runner if ranks > 1 or first.get("torchrun") else []), "-m", module]
+    command += ["--config", str((run_dir / "config.json").absolute()), "--run.dir", str(out)]
+    command += [] if steps is None else ["--run.stop-after", str(steps)]
+    print(shlex.join(command), flush=True)
+    subprocess.run(command, check=True, env=_environment(first))
+    return compare_runs(run_dir, out, steps=steps)
+
+
+def _train_module(model: str, package: str) -> str:
+    """The module to run. What a file names is run only if it is one of ours."""
+    if not isinstance(model, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", model):
+        raise ValueError(f"reproduce: config.json names the model {model!r}, which is no name of a model in {package}")
+    name = f"{package}.{model}.train"
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ValueError(f"reproduce: config.json names the model {model!r}, but there is no {name}")
+    return name
+
+
+def _fresh(run_dir: Path) -> Path:
+    base = run_dir.absolute()
+    number = 1
+    while True:
+        path = base.with_name(f"{base.name}-reproduced" + (f"-{number}" if number > 1 else ""))
+        if not path.exists():
+            return path
+        number += 1
+
+
+def _environment(start: Json) -> dict[str, str]:
+    """This process's variables, but those by which numbers are rounded as that start had them."""
+    if not start:
+        return dict(os.environ)
+    kept = {"OMP_NUM_THREADS": start.get("threads")} | (start.get("environment") or {})
+    others = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    return others | {name: str(kept[name]) for name in VARIABLES if kept.get(name) is not None}
+
+
+def _steps_taken(run_dir: Path) -> int:
+    try:
+        lines = read_metrics(run_dir)
+    except FileNotFoundError:
+        return 0
+    return max((line["step"] + 1 for line in lines if line["kind"] == "train"), default=0)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Run a run again and compare the numbers. The exit code is 0 if it was reproduced."""
+
+    run_dir: Annotated[Path, tyro.conf.Positional]
+    """The directory of the run."""
+    nproc: int | None = None
+    """The number of ranks. None takes as many as the run had."""
+    steps: int | None = None
+    """Compare only this many of the first steps."""
+    dir: Path | None = None
+    """An empty directory for the new run. None takes a new one beside the old one."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    options = tyro.cli(Options, prog="python -m unisono_models.training reproduce", args=args)
+    try:
+        verdict = reproduce(options.run_dir, nproc=options.nproc, steps=options.steps, dir=options.dir)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        print(f"reproduce: the training ended with exit code {error.returncode}", file=sys.stderr)
+        return 1
+    print(verdict.text)
+    return 0 if verdict.good else 1

@@ -1,0 +1,297 @@
+"""A run directory belongs to one run at a time: two at once would ruin each other's files."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Protocol, TypeVar
+
+from unisono_models.training.checkpoint.atomic_file import PART, atomic_write
+from unisono_models.training.config import RunConfig
+from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
+from unisono_models.training.distributed.object_collectives import Json, all_gather_object, broadcast_object, raise_together
+from unisono_models.training.run.provenance import describe_start
+
+WAIT = 10.0  # seconds: a run that was told to stop may be about to end
+
+
+def lock_run(path: Path) -> IO[str] | None:
+    """Hold the run directory `path` until the returned file is closed or this process ends, in whichever way.
+
+    Raises: BlockingIOError that names the process that holds it.
+    Returns None where there are no locks to be had: on some network file systems, and without POSIX.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    file = (path / ".lock").open("a+")
+    deadline = time.monotonic() + WAIT
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the process: workers forked from it do not inherit it
+            break
+        except (BlockingIOError, PermissionError) as error:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                file.close()
+                text = f"open_run: {path} is in use by {holder}: wait for it, stop it, or choose another --run.dir"
+                raise BlockingIOError(text) from error
+            time.sleep(0.2)
+        except OSError:
+            file.close()
+            return None
+    with suppress(OSError):  # what it says is only for the message above
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+    return file
+
+
+if TYPE_CHECKING:
+    from unisono_models.training.distributed.launch import Ranks
+
+# Fields that say where a start of the run is, how far it goes and how long it waits, not what is computed. Any start may have
+# its own; the first two are not kept, so that a run can be moved, and run again elsewhere.
+NOT_KEPT = ("dir", "stop_after")
+NOT_COMPARED = ("run.dir", "run.stop_after", "run.timeout", "data.max_broken")
+
+
+class Config(Protocol):
+    """What open_run needs of a model's config: a frozen dataclass that has the fields of the run under `run`."""
+
+    @property
+    def run(self) -> RunConfig: ...
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """A run's directory, the same on every rank.
+
+    config.json, provenance.json, metrics.jsonl, tensorboard/, plots/, samples/, checkpoints/, export/, report.html; and
+    summary.json, which is written last: a run that has it is finished.
+    """
+
+    path: Path
+    resumes: bool
+    """Whether an earlier start of this run is continued. There may be no checkpoint yet, all the same."""
+    first: bool
+    """Whether this is rank 0, the one that writes."""
+    lock: IO[str] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    def finish(self, summary: Mapping[str, float]) -> None:
+        """Keep `summary`, by which the run is finished: it will not be continued. To be called last, on every rank."""
+        with raise_together("RunDirectory.finish"):
+            if self.first:
+                atomic_write(self.path / "summary.json", _pretty(dict(summary)))
+            if self.lock is not None:
+                self.lock.close()
+
+
+def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDirectory:
+    """The directory of the run that `config` describes: a new one, or that of the same run if it was interrupted.
+
+    Without config.run.dir it is runs/{model}-{recipe}, or the first of runs/{model}-{recipe}-2, -3, … that is free or holds an
+    unfinished run of the same config. With it, it is that one. The number of ranks may differ from that of the earlier start.
+    Every rank calls this; rank 0 decides.
+
+    Raises, on all ranks: FileExistsError if config.run.dir holds a finished run, a run of another config (the fields are
+    named), or something else; BlockingIOError if another process is at work in it. With several ranks: RanksError that says so.
+
+    Example:
+        run = open_run(config, model="clip", recipe="emoji", ranks=ranks)
+        checkpoints = Checkpoints(run.checkpoints)
+    """
+    hosts = all_gather_object(platform.node())
+    path, resumes, lock = Path(), False, None
+    with raise_together("open_run"):
+        if ranks.first:
+            saved = {"model": model, "recipe": recipe, "config": config_to_json(config)}
+            path, resumes, lock = _take(config.run.dir, saved)
+            if not resumes:
+                saved["config"]["run"] |= {name: None for name in NOT_KEPT if name in saved["config"]["run"]}
+                atomic_write(path / "config.json", _pretty(saved))
+            for name in ("plots", "samples", "checkpoints", "export"):
+                (path / name).mkdir(exist_ok=True)
+            starts = read_provenance(path)["starts"] if resumes else []
+            starts.append(describe_start(world_size=ranks.size, hosts=hosts))
+            atomic_write(path / "provenance.json", _pretty({"seed": config.run.seed, "starts": starts}))
+    path, resumes = broadcast_object([str(path), resumes])
+    return RunDirectory(Path(path), resumes, ranks.first, lock)
+
+
+def config_differences(old: Json, new: Json) -> list[str]:
+    """The dotted names of the fields in which two configs, as JSON, differ; run.dir and its like are none.
+
+    Example:
+        >>> config_differences({"run": {"seed": 0, "dir": "a"}}, {"run": {"seed": 1, "dir": "b"}})
+        ['run.seed']
+    """
+    return [name for name in _differences(old, new, "") if name not in NOT_COMPARED]
+
+
+def read_config(path: Path) -> Json:
+    """What config.json in the run directory `path`, or the file `path`, says: {"model": …, "recipe": …, "config": {…}}."""
+    file = path / "config.json" if path.is_dir() else path
+    saved = read_json(file)
+    if not isinstance(saved, dict) or set(saved) != {"model", "recipe", "config"} or not isinstance(saved["config"], dict):
+        raise ValueError(f'{file} is not the config of a run: it needs "model", "recipe" and "config"')
+    return saved
+
+
+def read_provenance(path: Path) -> Json:
+    """What provenance.json in the run directory `path` says: {"seed": …, "starts": […]}. No starts if it cannot be read."""
+    try:
+        found = json.loads((path / "provenance.json").read_text())
+    except (OSError, ValueError):
+        found = None
+    return found if isinstance(found, dict) and isinstance(found.get("starts"), list) else {"seed": None, "starts": []}
+
+
+def _take(given: Path | None, saved: Json) -> tuple[Path, bool, IO[str] | None]:
+    """The directory, whether the run in it is continued, and the lock by which it is ours."""
+    while True:
+        path, _ = _choose(given, saved)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = lock_run(path)
+        again, resumes = _choose(given, saved)  # while we waited for it, it may have become another run's, or finished
+        if again == path:
+            return path, resumes, lock
+        if lock is not None:
+            lock.close()
+
+
+def _choose(given: Path | None, saved: Json) -> tuple[Path, bool]:
+    """The directory, and whether the run in it is continued."""
+    if given is not None:
+        path = Path(given).absolute()
+        obstacle = _obstacle(path, saved)
+        if obstacle:
+            raise FileExistsError(f"open_run: --run.dir {given} {obstacle}")
+        return path, (path / "config.json").exists()
+    number = 1
+    while True:
+        name = f"{saved['model']}-{saved['recipe']}" + (f"-{number}" if number > 1 else "")
+        path = Path("runs", name).absolute()
+        if not _obstacle(path, saved):
+            return path, (path / "config.json").exists()
+        number += 1
+
+
+def _obstacle(path: Path, saved: Json) -> str:
+    """Why the run `saved` can neither begin nor go on in `path`; empty if it can."""
+    if not path.exists():
+        return ""
+    if not path.is_dir():
+        return "is a file: choose another"
+    if not (path / "config.json").exists():
+        others = sorted(name for name in os.listdir(path) if name != ".lock" and not name.endswith(PART))
+        return f"is not empty and not a run (it holds {', '.join(others[:3])}): choose another" if others else ""
+    if (path / "summary.json").exists():
+        return "holds a finished run: choose another, or remove it to run again"
+    try:
+        old = read_config(path)
+    except ValueError as error:
+        return f"holds a run whose config cannot be read ({error}): choose another"
+    if (old["model"], old["recipe"]) != (saved["model"], saved["recipe"]):
+        return f"holds a run of {old['model']} {old['recipe']}, this is {saved['model']} {saved['recipe']}: choose another"
+    different = config_differences(old["config"], saved["config"])
+    if different:
+        shown = ", ".join(
+            f"{name} ({_get(old['config'], name)} there, {_get(saved['config'], name)} here)" for name in different
+        )
+        return (
+            f"holds an unfinished run of another config. Differing: {shown}. Choose another, or the same config to continue it"
+        )
+    return ""
+
+
+def _differences(old: Json, new: Json, where: str) -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        names = [*old, *(name for name in new if name not in old)]
+        nothing = object()
+        pairs = [(f"{where}{name}", old.get(name, nothing), new.get(name, nothing)) for name in names]
+        return [found for name, a, b in pairs for found in (_differences(a, b, f"{name}.") if a is not b else [])]
+    numbers = type(old) in (int, float) and type(new) in (int, float)
+    same = old == new if numbers else repr(old) == repr(new)
+    return [] if same else [where.rstrip(".")]
+
+
+def _get(config: Json, name: str) -> str:
+    for part in name.split("."):
+        if not isinstance(config, dict) or part not in config:
+            return "absent"
+        config = config[part]
+    return json.dumps(config)
+
+
+def _pretty(value: Json) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+T = TypeVar("T")
+
+
+class RunError(ValueError):
+    """A directory without a finished run, or a command that its model cannot follow. The message says what to do."""
+
+
+def find_run(path: Path, *, model: str, kind: type[T], files: Sequence[str]) -> T:
+    """The config, a `kind`, of the run in the directory `path`, which has to be of `model` and to have exported `files`.
+
+    Raises: RunError if there is none, or not yet.
+
+    Example:
+        find_run(Path("runs/gan-digits"), model="gan", kind=Config, files=FILES).data.source  ->  "mnist-5k"
+    """
+    if not path.is_dir():
+        raise RunError(f"{path}: no such directory.{_list_runs(model, files)}")
+    try:
+        saved = read_config(path)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} is no run: {error}.{_list_runs(model, files)}") from None
+    if saved["model"] != model:
+        raise RunError(f"{path} holds a run of {saved['model']}, not of {model}.{_list_runs(model, files)}")
+    if missing := [name for name in files if not (path / "export" / name).is_file()]:
+        raise RunError(
+            f"{path}: the run has not finished: export/{missing[0]} is not there yet. Wait for it, or start the training "
+            "again with the same options, which continues it"
+        )
+    return config_from_json(kind, saved["config"])
+
+
+def _list_runs(model: str, files: Sequence[str]) -> str:
+    """Those that could have been meant."""
+    paths = [file.parents[1] for file in sorted(Path("runs").glob(f"*/export/{files[0]}"))]
+    found = [str(path) for path in paths if _is_of(model, path)]
+    return f" Here are {', '.join(found[:5])}" if found else f" Train one: ./scripts/train {model}"
+
+
+def _is_of(model: str, path: Path) -> bool:
+    try:
+        return bool(read_config(path)["model"] == model)
+    except (OSError, ValueError):
+        return False

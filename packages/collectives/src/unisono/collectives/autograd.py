@@ -1,0 +1,198 @@
+"""What torch.compile is to leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._library.effects import EffectType
+from torch.autograd import forward_ad
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from unisono.collectives import wire
+from unisono.collectives.checks import call_site, validate_linear_map
+from unisono.collectives.groups import GroupRanks, process_group
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def disable_compile(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+    """torch.compiler.disable, which would import the compiler, for seconds, even where nothing is compiled."""
+
+    @wraps(fn)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if torch.compiler.is_compiling():
+            result: _T = torch.compiler.disable(fn)(*args, **kwargs)
+            return result
+        return fn(*args, **kwargs)
+
+    return call
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """One collective call, ready to run on rows (dimension 0).
+
+    `send` and `receive` count the rows that leave for and arrive from each rank; the adjoint swaps them.
+    """
+
+    kind: str
+    ranks: GroupRanks
+    send: tuple[int, ...] = ()
+    receive: tuple[int, ...] = ()
+    root: int = 0
+    call: str = ""  # what the user called, for errors
+    site: str = ""  # from where; not empty: verify before running
+
+    def adjoint(self) -> LinearMap:
+        kind, call = KINDS[self.kind].adjoint, f"backward of {self.call}"
+        return LinearMap(kind, self.ranks, self.receive, self.send, self.root, call, self.site)
+
+    def tangent(self) -> LinearMap:
+        return replace(self, kind=KINDS[self.kind].tangent or self.kind, call=f"jvp of {self.call}")
+
+
+class Kind(NamedTuple):
+    run: Callable[[Tensor, LinearMap, ProcessGroup], Tensor]
+    adjoint: str
+    tangent: str = ""  # where a named gradient was asked for: the map whose adjoint that gradient is
+    communicates: bool = True
+    sets_rows: bool = True  # the result has sum(receive) rows; otherwise the shape is kept
+
+
+def _own_slice(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
+    return x[sum(plan.send[: plan.ranks.rank]) :][: sum(plan.receive)].clone()
+
+
+def _own_pad(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
+    out = x.new_zeros((sum(plan.receive), *x.shape[1:]))
+    out[sum(plan.receive[: plan.ranks.rank]) :][: len(x)] = x
+    return out
+
+
+def _all_gather(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
+    return wire.all_gather(x, plan.receive, pg)
+
+
+def _all_reduce(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
+    return wire.all_reduce(x, pg)
+
+
+KINDS = {
+    "all_gather": Kind(_all_gather, "reduce_scatter"),
+    "reduce_scatter": Kind(lambda x, plan, pg: wire.reduce_scatter(x, plan.send, pg), "all_gather"),
+    "all_to_all": Kind(lambda x, plan, pg: wire.all_to_all(x, plan.send, plan.receive, pg), "all_to_all"),
+    "all_reduce": Kind(_all_reduce, "all_reduce", sets_rows=False),
+    "broadcast": Kind(lambda x, plan, pg: wire.broadcast(x, plan.root, pg), "reduce", sets_rows=False),
+    "reduce": Kind(lambda x, plan, pg: wire.reduce(x, plan.root, pg), "broadcast", sets_rows=False),
+    # The named gradients: what the other ranks hold counts as constant.
+    "all_gather_own": Kind(_all_gather, "own_slice", tangent="own_pad"),
+    "all_reduce_own": Kind(_all_reduce, "identity", tangent="identity", sets_rows=False),
+    "own_slice": Kind(_own_slice, "own_pad", communicates=False),
+    "own_pad": Kind(_own_pad, "own_slice", communicates=False),
+    "copy": Kind(lambda x, plan, pg: x.clone(), "all_reduce", tangent="copy", communicates=False, sets_rows=False),
+    "identity": Kind(lambda x, plan, pg: x.clone(), "identity", communicates=False, sets_rows=False),
+}
+
+
+def run(x: Tensor, plan: LinearMap) -> Tensor:
+    """Run `plan` on real data. The result is always a new tensor; `x` is left as it was."""
+    kind = KINDS[plan.kind]
+    x = x.resolve_conj().resolve_neg().contiguous()
+    if plan.ranks.size == 1:
+        return x.clone()
+    if plan.site and kind.communicates:
+        validate_linear_map(x, plan)
+    return kind.run(x, plan, process_group(plan.ranks))
+
+
+class _Collective(torch.autograd.Function):
+    """Backward: the adjoint of the plan. Nothing is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: LinearMap) -> Tensor:
+        ctx.plan = plan
+        return run(x, plan)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return apply(grad, ctx.plan.adjoint()), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return apply(tangent, ctx.plan.tangent())
+
+
+class _TransformedCollective(_Collective):
+    """The same in the form that torch.func needs, which costs 40 us more a call: as much as a small collective."""
+
+    @staticmethod
+    def forward(x: Tensor, plan: LinearMap) -> Tensor:  # type: ignore[override]
+        return run(x, plan)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, LinearMap], output: Tensor) -> None:
+        ctx.plan = inputs[1]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, plan: LinearMap) -> tuple[Tensor, int | None]:
+        if in_dims[0] is None:
+            return apply(x, plan), None
+        y = apply(x.movedim(in_dims[0], -1), plan)  # rows stay first
+        return y, y.ndim - 1
+
+
+def apply(x: Tensor, plan: LinearMap) -> Tensor:
+    """Run `plan` on the rows of `x`, differentiably."""
+    if torch.compiler.is_compiling():
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise RuntimeError(
+                f"{plan.call}: torch.func transforms of a collective do not work inside torch.compile; leave it out"
+            )
+        ranks = plan.ranks
+        y: Tensor = _op(x, plan.kind, plan.send, plan.receive, plan.root, plan.call, ranks.name, ranks.rank, ranks.size)
+    elif torch._C._are_functorch_transforms_active():
+        y = _TransformedCollective.apply(x, plan)
+    elif not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
+        y = run(x, plan)  # nothing to differentiate: the backward itself, most of the time
+    else:
+        y = _Collective.apply(x, plan)
+    return y
+
+
+# The compiled graph sees one opaque op. Rank and size are arguments, not looked up, because they decide the result's
+# shape: inductor's cache is shared by the ranks of a host and must not hand one rank the code of another.
+@torch.library.custom_op("unisono_collectives::linear", mutates_args=())
+def _op(
+    x: Tensor, kind: str, send: Sequence[int], receive: Sequence[int], root: int, call: str, group: str, rank: int, size: int
+) -> Tensor:
+    plan = LinearMap(kind, GroupRanks(group, rank, size), tuple(send), tuple(receive), root, call)
+    return run(x, replace(plan, site="compiled code" if call_site() else ""))
+
+
+@_op.register_fake
+def _(
+    x: Tensor, kind: str, send: Sequence[int], receive: Sequence[int], root: int, call: str, group: str, rank: int, size: int
+) -> Tensor:
+    rows = sum(receive) if KINDS[kind].sets_rows else x.shape[0]
+    return x.new_empty((rows, *x.shape[1:]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.arguments = inputs[1:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    kind, send, receive, root, call, group, rank, size = ctx.arguments
+    adjoint = KINDS[kind].adjoint
+    return _op(grad, adjoint, receive, send, root, f"backward of {call}", group, rank, size), *(None,) * 8
+
+
+_op.register_autograd(_backward, setup_context=_save)
+# Communication is an effect: without this a compiler may drop or reorder it on one rank and not on another.
+_op.register_effect(EffectType.ORDERED)

@@ -1,0 +1,70 @@
+"""All ranks' pieces as one tensor: everywhere, or on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeVar, overload
+
+from torch import Tensor
+
+from unisono.collectives.autograd import LinearMap, apply
+from unisono.collectives.checks import call_site, validate_choice, validate_rank
+from unisono.collectives.groups import Group, resolve_group
+from unisono.collectives.pytree import all_gather_tree
+from unisono.collectives.sizes import from_rows, one_rank_sizes, resolve_sizes, to_rows
+
+Tree = TypeVar("Tree")
+GatherGrad = Literal["sum", "slice"]
+
+
+@overload
+def all_gather(
+    x: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None, grad: GatherGrad = "sum", group: Group = None
+) -> Tensor: ...
+@overload
+def all_gather(
+    x: Tree, dim: int = 0, *, sizes: Sequence[int] | None = None, grad: GatherGrad = "sum", group: Group = None
+) -> Tree: ...
+def all_gather(
+    x: Tensor | Tree, dim: int = 0, *, sizes: Sequence[int] | None = None, grad: GatherGrad = "sum", group: Group = None
+) -> Tensor | Tree:
+    """Concatenate `x` from every rank along `dim`, in rank order. Ranks may differ along `dim`, zero included.
+
+    `sizes`: every rank's length along `dim`, if known; otherwise the ranks ask each other in one small exchange, which on
+    GPUs without a CPU backend beside waits for the device. A scalar counts as one row. A dict, list, tuple or dataclass of
+    tensors is gathered leaf by leaf in one exchange.
+
+    Backward: grad="sum" adds the gradients of all ranks (a reduce_scatter), the true adjoint: use it when each rank
+    computes its own part of the loss. grad="slice" keeps this rank's slice without communication, as if the other ranks'
+    data were constants: use it when every rank computes the same loss and the gradients are then added. Beside DDP and FSDP,
+    which average, keep "sum" (packages/README.md). All ranks must run the backward.
+
+    Example, 2 ranks holding [1.] and [2., 3.]:
+        all_gather(x)  ->  [1., 2., 3.] on both
+    """
+    validate_choice("all_gather", "grad", grad, ("sum", "slice"))
+    ranks = resolve_group(group)
+    if not isinstance(x, Tensor):
+        return all_gather_tree(x, dim, sizes, "all_gather_own" if grad == "slice" else "all_gather", ranks)
+    x, lengths = resolve_sizes("all_gather", x, dim, sizes, ranks, same=f"grad={grad!r}")
+    kind = "all_gather_own" if grad == "slice" else "all_gather"
+    own = (lengths[ranks.rank],)
+    plan = LinearMap(kind, ranks, send=own, receive=lengths, call=f"all_gather(grad={grad!r})", site=call_site())
+    return from_rows(apply(to_rows(x, dim), plan), dim)
+
+
+def gather(x: Tensor, dim: int = 0, *, root: int = 0, sizes: Sequence[int] | None = None, group: Group = None) -> Tensor:
+    """Concatenate `x` from every rank along `dim` on rank `root` of the group; the other ranks get length zero there.
+
+    Backward: scatter. Every rank must run it, through the empty result on ranks other than `root`.
+
+    Example, 2 ranks holding [1.] and [2., 3.]:
+        gather(x)  ->  [1., 2., 3.] on rank 0, [] on rank 1
+    """
+    ranks = resolve_group(group)
+    root = validate_rank("gather", "root", root, ranks)
+    x, lengths = resolve_sizes("gather", x, dim, sizes, ranks, same=f"root={root}")
+    send = one_rank_sizes(root, lengths[ranks.rank], ranks)
+    receive = lengths if ranks.rank == root else (0,) * ranks.size
+    plan = LinearMap("all_to_all", ranks, send, receive, call=f"gather(root={root})", site=call_site())
+    return from_rows(apply(to_rows(x, dim), plan), dim)

@@ -1,0 +1,213 @@
+"""Sums, means, extremes and products over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from unisono.collectives.autograd import LinearMap, apply
+from unisono.collectives.checks import call_site, checks_enabled, validate_choice, validate_rank, validate_tensor
+from unisono.collectives.functional.gather import gather
+from unisono.collectives.groups import Group, GroupRanks, resolve_group
+from unisono.collectives.sizes import (
+    all_gather_metadata,
+    dim_error,
+    even_sizes,
+    from_rows,
+    join_graph,
+    length_of,
+    raise_local_error,
+    sizes_error,
+    to_rows,
+)
+
+ReduceOp = Literal["sum", "avg", "max", "min", "product"]
+ReduceGrad = Literal["sum", "identity"]
+GradReduce = Literal["mean", "sum"]
+
+
+def all_reduce(x: Tensor, op: ReduceOp = "sum", *, grad: ReduceGrad = "sum", group: Group = None) -> Tensor:
+    """Reduce `x` elementwise over the ranks; every rank gets the result. All ranks pass the same shape and dtype.
+
+    Backward: grad="sum" gives the true adjoint. The gradients of all ranks are added and then pass through the derivative
+    of `op` as torch has it for one tensor: ties of max and min share, zeros in a product are exact. grad="identity" (for
+    op="sum") hands each rank its own gradient without communication, as if the other ranks' data were constants: for
+    tensor parallelism, where every rank computes the same loss and gradients are not averaged. All ranks must run the
+    backward. Shape, dtype and op are not compared unless in checked().
+
+    Example, 2 ranks holding [1.] and [2.]:
+        all_reduce(x)  ->  [3.] on both;  all_reduce(x, "max")  ->  [2.] on both
+    """
+    ranks = resolve_group(group)
+    validate_op("all_reduce", op, x)
+    validate_choice("all_reduce", "grad", grad, ("sum", "identity"))
+    if grad == "identity" and op != "sum":
+        raise ValueError(f"all_reduce: grad='identity' goes with op='sum', not with op={op!r}")
+    call = f"all_reduce(op={op!r}, grad={grad!r})"
+    rows = x.reshape(1) if x.ndim == 0 else x
+    if op in ("sum", "avg"):
+        plan = LinearMap("all_reduce_own" if grad == "identity" else "all_reduce", ranks, call=call, site=call_site())
+        return _averaged(rows, op, ranks, lambda rows: apply(rows, plan)).reshape(x.shape)
+    # Each rank reduces its share of the elements and all gather the shares: the traffic of an all_reduce, and torch's
+    # own derivative of `op`, to any order.
+    shares = even_sizes(x.numel(), ranks.size)
+    own = _reduce_rows(rows.reshape(-1), shares, op, ranks, call)
+    plan = LinearMap("all_gather", ranks, send=(shares[ranks.rank],), receive=shares, call=call, site=call_site())
+    return apply(own, plan).reshape(x.shape)
+
+
+def reduce(x: Tensor, op: ReduceOp = "sum", *, root: int = 0, group: Group = None) -> Tensor:
+    """Reduce `x` elementwise over the ranks onto rank `root` of the group; the other ranks get zeros.
+
+    Backward: the gradient of `root` goes to all ranks and through the derivative of `op`, as in all_reduce. Every rank
+    must run it, through the zeros on ranks other than `root`.
+
+    Example, 2 ranks holding [1.] and [2.]:
+        reduce(x)  ->  [3.] on rank 0, [0.] on rank 1
+    """
+    ranks = resolve_group(group)
+    validate_op("reduce", op, x)
+    root = validate_rank("reduce", "root", root, ranks)
+    call = f"reduce(op={op!r}, root={root})"
+    rows = x.reshape(1) if x.ndim == 0 else x
+    if op in ("sum", "avg"):
+        plan = LinearMap("reduce", ranks, root=root, call=call, site=call_site())
+        return _averaged(rows, op, ranks, lambda rows: apply(rows, plan)).reshape(x.shape)
+    shares = even_sizes(x.numel(), ranks.size)
+    result = gather(_reduce_rows(rows.reshape(-1), shares, op, ranks, call), root=root, sizes=shares, group=group)
+    if ranks.rank != root:
+        result = x.new_zeros(x.shape) + result.sum(dtype=x.dtype)  # the sum of nothing: zeros that keep the graph
+    return result.reshape(x.shape)
+
+
+def reduce_scatter(
+    x: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None, op: ReduceOp = "sum", group: Group = None
+) -> Tensor:
+    """Reduce `x` elementwise over the ranks, split the result along `dim`, and give every rank its part.
+
+    `sizes`: the length of each rank's part, which may be uneven; otherwise as even as it goes, and one small exchange makes
+    sure that all ranks pass the same shape and dtype.
+
+    Backward: all_gather, then the derivative of `op`, as in all_reduce. All ranks must run it.
+
+    Example, 2 ranks holding [1., 2.] and [3., 4.]:
+        reduce_scatter(x)  ->  [4.] on rank 0, [6.] on rank 1
+    """
+    name, ranks = "reduce_scatter", resolve_group(group)
+    validate_op(name, op, x)
+    problem = dim_error(x, dim) or ("x: a scalar cannot be split" if x.ndim == 0 else "")
+    problem = problem or sizes_error("sizes", sizes, ranks)
+    shares = () if problem else even_sizes(length_of(x, dim), ranks.size) if sizes is None else tuple(sizes)
+    if not problem and sizes is not None and sum(shares) != length_of(x, dim):
+        problem = f"sizes={shares} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
+    if sizes is None or checks_enabled():
+        table = all_gather_metadata(name, x, dim, ranks, same=f"op={op!r}", ragged=False, problem=problem)
+        x = join_graph(x, table)
+    raise_local_error(name, problem, ranks)
+    return from_rows(_reduce_rows(to_rows(x, dim), shares, op, ranks, f"{name}(op={op!r})"), dim)
+
+
+def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradReduce = "mean", group: Group = None) -> Tensor:
+    """The mean of `x` over the whole global batch, the same on every rank, however unevenly the batch is split.
+
+    `x` has one or more values for each local sample, samples first; `weights` is of the same shape, or one for each sample.
+    With them, sum(weights * x) / sum(weights) over all ranks. A batch that is empty everywhere gives NaN, as torch's does.
+
+    Backward: call it on the result on every rank. With grad_reduce="mean" the gradients are right once they are averaged
+    over the ranks, as DDP and FSDP do; with "sum", once they are added.
+
+    Example, 2 ranks holding [1.] and [2., 6.]:
+        global_mean(x)  ->  3. on both (the mean of the local means would be 2.5)
+    """
+    validate_choice("global_mean", "grad_reduce", grad_reduce, ("mean", "sum"))
+    validate_tensor("global_mean", x)
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"global_mean: x must be floating point or complex, got {x.dtype}")
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    if weights is None:
+        total, count = x.sum(dtype=wide), x.new_full((), x.numel(), dtype=wide)
+    else:
+        if weights.shape not in (x.shape, x.shape[:1]):
+            raise ValueError(
+                f"global_mean: weights of shape {tuple(weights.shape)} fit neither x of shape {tuple(x.shape)} nor its samples"
+            )
+        weights = weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim)).expand_as(x)
+        total, count = (x.to(wide) * weights).sum(), weights.sum(dtype=wide)
+    both = all_reduce(torch.stack([total, count]), group=group)
+    return scale_loss_gradient((both[0] / both[1]).to(x.dtype), grad_reduce, group)
+
+
+def scale_loss_gradient(loss: Tensor, grad_reduce: GradReduce, group: Group) -> Tensor:
+    """A loss that every rank has computed alike from what the ranks exchanged, with the gradient that is right after
+    `grad_reduce`.
+
+    The true adjoints count each gradient once for every rank: what averaging undoes. Where gradients will be added, it
+    must count as one part of many. (Not by all_reduce(grad="identity"): its second derivatives leave the other ranks out.)
+    """
+    return loss if grad_reduce == "mean" else _divide_gradient(loss, resolve_group(group).size)
+
+
+def average_gradient(x: Tensor, *, group: Group = None) -> Tensor:
+    """`x` itself, whose gradient will be the average of all ranks' gradients: what DDP does to a parameter, for one tensor.
+
+    For what is the same on every rank and not inside DDP or FSDP, a learned temperature for instance. Where it is inside,
+    averaging once more changes nothing.
+
+    Backward: all_reduce, divided by the number of ranks. All ranks must run it.
+
+    Example, 2 ranks whose losses are 1 * x and 3 * x:
+        average_gradient(x)  ->  x on both;  x.grad  ->  2. on both
+    """
+    validate_tensor("average_gradient", x)
+    ranks = resolve_group(group)
+    if ranks.size == 1:
+        return x
+    plan = LinearMap("copy", ranks, call="average_gradient", site=call_site())
+    copied = apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
+    return _divide_gradient(copied, ranks.size)
+
+
+def _divide_gradient(x: Tensor, number: int) -> Tensor:
+    if number == 1:
+        return x
+    share = x / number
+    divided = x.detach() + (share - share.detach())  # the value of x to the bit
+    return torch.where(x.isfinite(), divided, x)  # but for infinities, which have no difference
+
+
+def validate_op(function: str, op: str, x: Tensor) -> None:
+    validate_tensor(function, x)
+    validate_choice(function, "op", op, ("sum", "avg", "max", "min", "product"))
+    floating = x.is_floating_point() or x.is_complex()
+    if op == "avg" and not floating:
+        raise TypeError(f"{function}: op='avg' needs a floating point or complex tensor, got {x.dtype}")
+    if op in ("max", "min") and x.is_complex():
+        raise TypeError(f"{function}: op={op!r} needs an ordered dtype, got {x.dtype}")
+    if x.is_floating_point() and x.dtype.itemsize == 1:
+        raise TypeError(f"{function}: {x.dtype} can be moved but not reduced; convert it first, to bfloat16 for instance")
+
+
+def _averaged(rows: Tensor, op: str, ranks: GroupRanks, add_up: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sum, or for op="avg" the mean. 16-bit floats then travel as float32, for their sum may overflow."""
+    if op == "avg" and rows.dtype in (torch.float16, torch.bfloat16):
+        return (add_up(rows.float()) / ranks.size).to(rows.dtype)
+    total = add_up(rows)
+    return total / ranks.size if op == "avg" else total
+
+
+def _reduce_rows(rows: Tensor, shares: tuple[int, ...], op: str, ranks: GroupRanks, call: str) -> Tensor:
+    """This rank's share of the rows, reduced over the ranks."""
+    own = shares[ranks.rank]
+    if op in ("sum", "avg"):
+        plan = LinearMap("reduce_scatter", ranks, send=shares, receive=(own,), call=call, site=call_site())
+        return _averaged(rows, op, ranks, lambda rows: apply(rows, plan))
+    from_each = (own,) * ranks.size
+    blocks = apply(rows, LinearMap("all_to_all", ranks, send=shares, receive=from_each, call=call, site=call_site()))
+    blocks = rearrange(blocks, "(r n) ... -> r n ...", r=ranks.size)
+    if op == "product":
+        return blocks.prod(0, dtype=rows.dtype)
+    return blocks.amax(0) if op == "max" else blocks.amin(0)

@@ -1,0 +1,337 @@
+"""What holds the leaves of a tree, and how to put others in their place.
+
+torch's pytree, and what people pass beside the types that are registered with it: dataclasses, UserDicts (the batches of
+tokenizers), and subclasses of dict, list and tuple. pytree would take those for leaves, and leave the tensors in them alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils.rnn import PackedSequence
+
+from unisono.collectives.autograd import LinearMap, apply, run
+from unisono.collectives.checks import call_site, checks_enabled, describe, user_frame, validate_across_ranks
+from unisono.collectives.groups import GroupRanks
+from unisono.collectives.sizes import (
+    dim_error,
+    from_rows,
+    join_graph,
+    length_of,
+    raise_local_error,
+    resolve_sizes,
+    sizes_error,
+    to_rows,
+)
+from unisono.collectives.wire import as_bytes, sum_in_order
+
+_LEAVES = {Tensor, nn.Parameter, bool, int, float, str, type(None)}  # what most leaves are: known at a glance
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], TreeStructure]:
+    """The leaves of `tree` in order, and its structure. None is a leaf."""
+    kind = type(tree)
+    if kind in _LEAVES:
+        return [tree], TreeStructure(None, (None,), None)
+    if kind is dict or kind is list or kind is tuple:  # of leaves only, as most trees: several times as fast
+        leaves = list(tree.values()) if kind is dict else list(tree)
+        if all(type(leaf) in _LEAVES for leaf in leaves):
+            return leaves, TreeStructure(kind, list(tree) if kind is dict else range(len(leaves)), None)
+    nodes, spec = pytree.tree_flatten(tree, is_leaf=_closed)
+    if not any(map(_foreign, nodes)):
+        return nodes, TreeStructure(spec, range(len(nodes)), None)
+    leaves = []
+    parts: list[_Part | None] = []
+    for node in nodes:
+        if _foreign(node):
+            inner, structure = tree_flatten(_contents(node))
+            leaves += inner
+            parts.append(_Part(node, structure, len(inner)))
+        else:
+            leaves.append(node)
+            parts.append(None)
+    return leaves, TreeStructure(spec, range(len(nodes)), parts)
+
+
+class TreeStructure:
+    """Of a tree without its leaves. Equal ones hold the same types in the same order, under the same names."""
+
+    def __init__(self, frame: pytree.TreeSpec | type | None, keys: Sequence[Any], parts: list[_Part | None] | None) -> None:
+        # dict, list or tuple: one of leaves only; None: a leaf; or else what pytree makes of it
+        self._frame = frame
+        self._keys = keys  # of each node: that of the dict, otherwise its number
+        self._parts = parts  # a foreign node, or None for a leaf, in the order of the spec; None where there are only leaves
+
+    def rebuild(self, leaves: Sequence[Any]) -> Any:
+        """A tree of this structure with other leaves."""
+        frame = self._frame
+        if frame is None:
+            return leaves[0]
+        if frame is dict:
+            return dict(zip(self._keys, leaves, strict=True))
+        if frame is list or frame is tuple:
+            return frame(leaves)
+        if self._parts is None:
+            return pytree.tree_unflatten(leaves, self._spec())
+        remaining = iter(leaves)
+        nodes = [
+            next(remaining) if part is None else part.rebuild([next(remaining) for _ in range(part.size)])
+            for part in self._parts
+        ]
+        return pytree.tree_unflatten(nodes, self._spec())
+
+    def paths(self) -> list[str]:
+        """How to reach each leaf from the tree, for messages: "['images'][0]"."""
+        nodes, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(self._keys), self._spec()))
+        names = [pytree.keystr(path) for path, _ in nodes]
+        inner = [[""] if part is None else part.structure.paths() for part in self._parts or [None] * len(names)]
+        return [name + path for name, paths in zip(names, inner, strict=True) for path in paths]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TreeStructure):
+            return False
+        if self._frame in (dict, list, tuple, None) and other._frame is self._frame:
+            return self._keys == other._keys
+        return self._spec() == other._spec() and self._parts == other._parts
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        inner = "".join(f" {type(part.node).__name__}{part.structure}" for part in self._parts or [] if part)
+        return f"{self._spec()}{inner}"
+
+    def _spec(self) -> pytree.TreeSpec:
+        if isinstance(self._frame, pytree.TreeSpec):
+            return self._frame
+        return pytree.tree_structure(self.rebuild([None for _ in self._keys]))
+
+
+class _Part:
+    """A node that pytree does not know, and the structure of what it holds."""
+
+    def __init__(self, node: Any, structure: TreeStructure, size: int) -> None:
+        self.node, self.structure, self.size = node, structure, size
+
+    def rebuild(self, leaves: list[Any]) -> Any:
+        return _replaced(self.node, self.structure.rebuild(leaves))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Part) and type(self.node) is type(other.node) and self.structure == other.structure
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _closed(node: Any) -> bool:
+    """Not for pytree to open. A PackedSequence is not for anybody: its tensors mean nothing apart."""
+    return isinstance(node, PackedSequence) or _foreign(node)
+
+
+def _foreign(node: Any) -> bool:
+    """Holds others, but pytree does not know how."""
+    kind = type(node)
+    if kind is Tensor or kind in pytree.SUPPORTED_NODES:
+        return False
+    if isinstance(node, tuple):
+        return not pytree.is_namedtuple_instance(node)
+    return isinstance(node, (dict, list, UserDict)) or (is_dataclass(node) and not isinstance(node, type))
+
+
+def _contents(node: Any) -> Any:
+    if is_dataclass(node):
+        return {field.name: getattr(node, field.name) for field in fields(node) if hasattr(node, field.name)}
+    if isinstance(node, UserDict):
+        return dict(node.data)
+    return dict(node) if isinstance(node, dict) else list(node)
+
+
+def _replaced(node: Any, contents: Any) -> Any:
+    """A copy of `node`, whose own type and other attributes are kept, with other contents."""
+    if isinstance(node, tuple) and not is_dataclass(node):
+        return type(node)(contents)
+    twin = copy.copy(node)
+    if is_dataclass(node):
+        frozen = type(node).__dataclass_params__.frozen  # type: ignore[union-attr]
+        for name, value in contents.items():
+            object.__setattr__(twin, name, value) if frozen else setattr(twin, name, value)
+    elif isinstance(node, UserDict):
+        twin.data = contents
+    elif isinstance(node, dict):
+        for key, value in contents.items():
+            dict.__setitem__(twin, key, value)
+        attributes = getattr(node, "__dict__", {})
+        if attributes is node:
+            twin.__dict__ = twin
+        for key in [key for key, value in attributes.items() if key in node and value is node[key]]:
+            vars(twin)[key] = contents[key]  # a dict whose keys are attributes, too
+    else:
+        list.__setitem__(twin, slice(None), contents)
+    return twin
+
+
+Tree = TypeVar("Tree")
+
+
+def all_gather_tree(tree: Tree, dim: int, sizes: Sequence[int] | None, kind: str, ranks: GroupRanks) -> Tree:
+    """all_gather for the tensors of `tree`; anything else in it must be equal on all ranks and is kept."""
+    leaves, structure = tree_flatten(tree)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[place] for place in places]
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        gathered = [_gather_leaf(x, dim, sizes, kind, ranks) for x in tensors]  # bytes cannot be traced: leaf by leaf
+    else:
+        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        table = _settle(
+            tensors, dim, sizes, (str(structure), repr(others), kind), _tree_complaint(tree, tensors, others), ranks
+        )
+        rows = [to_rows(join_graph(x, table[place]), dim) for place, x in enumerate(tensors)]
+        lengths = tuple(tuple(row[0] for row in leaf) for leaf in table)
+        moving = tuple((x.is_floating_point() and x.dtype.itemsize > 1) or x.is_complex() for x in tensors)
+        wanted = tuple(moves and any(row[1] for row in leaf) for moves, leaf in zip(moving, table, strict=True))
+        layout = _Layout(ranks, lengths, wanted, kind, call_site())
+        gathered = [from_rows(y, dim) for y in _GatherTree.apply(layout, *rows)]
+    for place, y in zip(places, gathered, strict=True):
+        leaves[place] = y
+    result: Tree = structure.rebuild(leaves)
+    return result
+
+
+def _tree_complaint(tree: object, tensors: list[Tensor], others: list[Any]) -> str:
+    """Values that look as if they were to be gathered, but are not tensors."""
+    arrays = [type(leaf).__name__ for leaf in others if hasattr(leaf, "__array__")]
+    if arrays or (not tensors and any(leaf is not None for leaf in others)) or tree is None:
+        kind = arrays[0] if arrays else type(tree).__name__
+        return f"x: expected a Tensor or a tree of tensors, got {kind}{'' if arrays else ' without any tensor'}"
+    return ""
+
+
+def _gather_leaf(x: Tensor, dim: int, sizes: Sequence[int] | None, kind: str, ranks: GroupRanks) -> Tensor:
+    x, lengths = resolve_sizes("all_gather", x, dim, sizes, ranks)
+    plan = LinearMap(kind, ranks, send=(lengths[ranks.rank],), receive=lengths, call="all_gather of a tree", site=call_site())
+    return from_rows(apply(to_rows(x, dim), plan), dim)
+
+
+def _settle(
+    tensors: list[Tensor], dim: int, sizes: Sequence[int] | None, same: tuple[object, ...], problem: str, ranks: GroupRanks
+) -> list[list[list[int]]]:
+    """For every leaf and rank: its length along `dim` and whether a gradient is needed."""
+    problem = problem or sizes_error("sizes", sizes, ranks)
+    problem = problem or next((bad for x in tensors if (bad := dim_error(x, dim))), "")
+    if len({x.device for x in tensors}) > 1:
+        problem = f"x: the leaves of a tree must be on one device, got {sorted({str(x.device) for x in tensors})}"
+    lengths = [0 if problem else length_of(x, dim) for x in tensors]
+    if sizes is not None and not problem and any(length != sizes[ranks.rank] for length in lengths):
+        problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} along dim {dim}, but the leaves have {lengths}"
+    if sizes is not None and not checks_enabled():
+        raise_local_error("all_gather", problem, ranks)
+        return [[[size, x.requires_grad and torch.is_grad_enabled()] for size in sizes] for x in tensors]
+
+    def others(x: Tensor) -> tuple[object, ...]:
+        return str(x.dtype), x.ndim, [size for d, size in enumerate(x.shape) if d != dim % x.ndim]
+
+    recording = torch.is_grad_enabled()
+    table = validate_across_ranks(
+        "all_gather",
+        ranks,
+        same=("all_gather", dim, same, sizes and tuple(sizes), [] if problem else [others(x) for x in tensors]),
+        numbers=[n for x, length in zip(tensors, lengths, strict=True) for n in (length, x.requires_grad and recording)],
+        words=lambda: (
+            f"all_gather(a tree of {', '.join(map(describe, tensors))}, dim={dim}) at {user_frame()}, "
+            f"in {' '.join(str(same[0]).split())} beside {same[1]}"
+        ),
+        device=tensors[0].device if tensors else None,
+        rule=f"The tree, its dtypes, every dimension but {dim}, and all that is not a tensor must be the same on every rank.",
+        problem=problem,
+    )
+    return [[row[2 * leaf : 2 * leaf + 2] for row in table] for leaf in range(len(tensors))]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    ranks: GroupRanks
+    lengths: tuple[tuple[int, ...], ...]  # of every leaf, on every rank
+    wanted: tuple[bool, ...]  # leaves that some rank wants a gradient for
+    kind: str
+    site: str
+
+    def row_counts(self, widths: Sequence[int]) -> list[list[int]]:
+        """Bytes of each leaf, for every rank."""
+        return [[length[r] * width for length, width in zip(self.lengths, widths, strict=True)] for r in range(self.ranks.size)]
+
+    def of_wanted(self) -> _Layout:
+        lengths = tuple(length for length, wanted in zip(self.lengths, self.wanted, strict=True) if wanted)
+        return _Layout(self.ranks, lengths, (True,) * len(lengths), self.kind, self.site)
+
+
+def _widths(rows: Sequence[Tensor]) -> list[int]:
+    return [x.dtype.itemsize * x.shape[1:].numel() for x in rows]
+
+
+def _flat(rows: Tensor) -> Tensor:
+    return as_bytes(rows.resolve_conj().resolve_neg().contiguous()).view(-1)
+
+
+class _GatherTree(torch.autograd.Function):
+    """Backward: _ScatterTree of the leaves that some rank wants a gradient for, or the own slice of each."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: _Layout, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.layout = layout
+        counts = layout.row_counts(_widths(rows))
+        totals = tuple(sum(count) for count in counts)
+        plan = LinearMap(
+            "all_gather", layout.ranks, (totals[layout.ranks.rank],), totals, call="all_gather of a tree", site=layout.site
+        )
+        packed = torch.cat([_flat(x) for x in rows]) if rows else torch.empty(0, dtype=torch.uint8)
+        by_rank = [part.split(count) for part, count in zip(run(packed, plan).split(totals), counts, strict=True)]
+        out = tuple(
+            torch.cat([parts[leaf] for parts in by_rank]).view(x.dtype).view(sum(layout.lengths[leaf]), *x.shape[1:])
+            for leaf, x in enumerate(rows)
+        )
+        ctx.mark_non_differentiable(*(y for y, wanted in zip(out, layout.wanted, strict=True) if not wanted))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layout: _Layout = ctx.layout
+        wanted = [grad for grad, wants in zip(grads, layout.wanted, strict=True) if wants]
+        if layout.kind == "all_gather_own":
+            slices = zip(wanted, layout.of_wanted().lengths, strict=True)
+            back = [grad.split(lengths)[layout.ranks.rank] for grad, lengths in slices]
+        else:
+            back = list(_ScatterTree.apply(layout.of_wanted(), *wanted))
+        results = iter(back)
+        return None, *(next(results) if wants else None for wants in layout.wanted)
+
+
+class _ScatterTree(torch.autograd.Function):
+    """The adjoint of gathering a tree: each rank gets the sum over ranks of its slice of every leaf. Backward: _GatherTree."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: _Layout, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.layout = layout
+        size, rank = layout.ranks.size, layout.ranks.rank
+        counts = layout.row_counts(_widths(rows))
+        parts = [[_flat(part) for part in x.split(lengths)] for x, lengths in zip(rows, layout.lengths, strict=True)]
+        packed = torch.cat([leaf[r] for r in range(size) for leaf in parts])
+        own = sum(counts[rank])
+        send = tuple(sum(count) for count in counts)
+        plan = LinearMap(
+            "all_to_all", layout.ranks, send, (own,) * size, call="backward of all_gather of a tree", site=layout.site
+        )
+        columns = run(packed, plan).view(size, own).split(counts[rank], dim=1)
+        return tuple(
+            sum_in_order(column.reshape(-1).clone().view(x.dtype).view(size, lengths[rank], *x.shape[1:]).unbind())
+            for column, x, lengths in zip(columns, rows, layout.lengths, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_GatherTree.apply(ctx.layout, *grads)

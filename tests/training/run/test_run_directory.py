@@ -1,0 +1,270 @@
+"""Which directory a run gets, what it keeps there, and configs as JSON."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+
+from unisono_models.training.config import CheckpointConfig, RunConfig
+from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
+from unisono_models.training.distributed.object_collectives import RanksError
+from unisono_models.training.run import run_directory
+from unisono_models.training.run.provenance import cpu_model, git_state, versions
+from unisono_models.training.run.run_directory import config_differences, open_run, read_config, read_provenance
+
+
+@dataclass(frozen=True)
+class Emoji:
+    vendors: tuple[str, ...] = ("noto", "twemoji")
+
+
+@dataclass(frozen=True)
+class Table:
+    file: Path
+    columns: tuple[str, int] = ("image", 1)
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    rate: float = 1e-3
+    loss: Literal["clip", "sigmoid"] = "clip"
+    data: Emoji | Table = Emoji()
+    width: int | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    places: list[Path] = field(default_factory=list)
+
+
+CONFIG = Config(RunConfig(steps=10))
+ALONE = SimpleNamespace(rank=0, size=1, first=True)
+
+
+def opened(config=CONFIG, recipe="emoji"):
+    return open_run(config, model="clip", recipe=recipe, ranks=ALONE)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def with_run(**changes):
+    return replace(CONFIG, run=replace(CONFIG.run, **changes))
+
+
+def test_first_run_is_named_after_model_and_recipe(tmp_path):
+    run = opened()
+    assert run.path == tmp_path / "runs/clip-emoji" and not run.resumes
+    assert {path.name for path in run.path.iterdir() if path.is_dir()} == {"plots", "samples", "checkpoints", "export"}
+    saved = read_config(run.path)
+    assert (saved["model"], saved["recipe"]) == ("clip", "emoji")
+    assert config_from_json(Config, saved["config"]) == CONFIG
+
+
+def test_interrupted_run_goes_on_and_a_finished_one_is_left_alone():
+    first = opened()
+    again = opened()
+    assert again.path == first.path and again.resumes
+    again.finish({"recall": 0.1 + 0.2})
+    assert json.loads((first.path / "summary.json").read_text()) == {"recall": 0.1 + 0.2}
+    second = opened()
+    assert second.path.name == "clip-emoji-2" and not second.resumes
+    assert opened().path == second.path and opened().resumes
+    other = opened(replace(CONFIG, rate=2e-3))
+    assert other.path.name == "clip-emoji-3" and not other.resumes
+    assert opened(recipe="tiny").path.name == "clip-tiny"
+
+
+def test_given_directory_goes_on(tmp_path):
+    config = with_run(dir=Path("here"))
+    assert opened(config).path == tmp_path / "here"
+    assert opened(config).resumes
+    moved = (tmp_path / "here").rename(tmp_path / "there")
+    assert opened(with_run(dir=moved, timeout=5.0)).resumes, "where it lies and how long it waits is no other config"
+    assert read_config(moved)["config"]["run"]["dir"] is None
+
+
+def test_given_directory_with_another_config_is_rejected_and_the_fields_named():
+    opened(with_run(dir=Path("here")))
+    with pytest.raises(FileExistsError, match=r"--run\.dir here .* rate \(0\.001 there, 0\.003 here\)") as caught:
+        opened(replace(with_run(dir=Path("here"), seed=7), rate=0.003))
+    assert "run.seed (0 there, 7 here)" in str(caught.value) and "run.dir (" not in str(caught.value)
+    with pytest.raises(FileExistsError, match="holds a run of clip emoji, this is clip tiny"):
+        opened(with_run(dir=Path("here")), recipe="tiny")
+
+
+def test_given_directory_that_is_finished_or_no_run_is_rejected(tmp_path):
+    opened(with_run(dir=Path("here"))).finish({})
+    with pytest.raises(FileExistsError, match="holds a finished run: choose another, or remove it"):
+        opened(with_run(dir=Path("here")))
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/cat.png").touch()
+    with pytest.raises(FileExistsError, match=r"not empty and not a run \(it holds cat\.png\)"):
+        opened(with_run(dir=Path("photos")))
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="is a file"):
+        opened(with_run(dir=Path("file")))
+
+
+def test_directory_that_a_kill_left_without_config_is_begun_anew(tmp_path):
+    path = tmp_path / "runs/clip-emoji"
+    path.mkdir(parents=True)
+    (path / "config.json.part").write_text('{"model"')
+    (path / ".lock").touch()
+    run = opened()
+    assert run.path == path and not run.resumes
+
+
+def test_broken_config_is_passed_over(tmp_path):
+    (opened().path / "config.json").write_text("{")
+    assert opened().path.name == "clip-emoji-2"
+    with pytest.raises(FileExistsError, match="config cannot be read"):
+        opened(with_run(dir=tmp_path / "runs/clip-emoji"))
+
+
+def test_directory_in_use_by_another_process_is_rejected(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory, "WAIT", 0.5)
+    path = opened().path
+    holder = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", holder, str(path / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        child.stdout.readline()
+        with pytest.raises(BlockingIOError, match="in use by process"):
+            opened()
+        child.kill()
+        child.wait()
+        assert opened().resumes, "a kill frees it"
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_provenance_has_a_record_for_each_start():
+    opened()
+    path = opened(with_run(seed=0)).path
+    found = read_provenance(path)
+    assert found["seed"] == 0 and len(found["starts"]) == 2
+    start = found["starts"][0]
+    assert start["world_size"] == 1 and sum(start["hosts"].values()) == 1 and start["command"]
+    assert start["versions"]["torch"] == versions()["torch"] and start["machine"]["cpu"] == cpu_model()
+    (path / "provenance.json").write_text("[")
+    assert len(read_provenance(opened().path)["starts"]) == 1
+
+
+def test_git_state_is_that_of_the_checkout_which_tracks_the_folder(tmp_path):
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
+
+    assert git_state(tmp_path) is None
+    git("init")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/a.py").write_text("1")
+    assert git_state(tmp_path / "package") is None, "an environment inside somebody's checkout is not the checkout"
+    git("add", ".")
+    git("commit", "-m", "one")
+    state = git_state(tmp_path / "package")
+    assert len(state["commit"]) == 40 and state["dirty"] is False
+    (tmp_path / "package/a.py").write_text("2")
+    assert git_state(tmp_path / "package") == {"commit": state["commit"], "dirty": True}
+
+
+def all_ranks(folder):
+    import torch.distributed as dist
+
+    ranks = SimpleNamespace(rank=dist.get_rank(), size=dist.get_world_size(), first=dist.get_rank() == 0)
+    with contextlib.chdir(folder):
+        run = open_run(CONFIG, model="clip", recipe="emoji", ranks=ranks)
+    run.finish({"recall": 0.5})
+    try:
+        open_run(with_run(dir=run.path), model="clip", recipe="emoji", ranks=ranks)
+    except RanksError as error:
+        return str(run.path), str(error)
+    return None
+
+
+def test_rank_0_decides_and_errors_reach_every_rank(ranks, tmp_path):
+    found = ranks(all_ranks, str(tmp_path), world_size=3)
+    assert len(set(found)) == 1
+    path, error = found[0]
+    assert path == str(tmp_path / "runs/clip-emoji") and "rank 0: FileExistsError" in error and "finished run" in error
+    assert sum(read_provenance(Path(path))["starts"][0]["hosts"].values()) == 3
+
+
+def test_config_survives_json_exactly():
+    config = Config(
+        RunConfig(steps=3, dir=Path("a/b")),
+        rate=0.1 + 0.2,
+        data=Table(Path("x.csv"), ("i", 2)),
+        kwargs={"p": [1, {"q": None}]},
+        places=[Path("/")],
+    )
+    value = json.loads(json.dumps(config_to_json(config)))
+    assert value["data"] == {"class": "Table", "file": "x.csv", "columns": ["i", 2]}
+    assert config_from_json(Config, value) == config
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"run": {"steps": 1}, "lr": 1}, "lr: Config has no such field, only run, checkpoint"),
+        ({"run": {"steps": 1, "stps": 1}}, r"run\.stps: RunConfig has no such field"),
+        ({"run": {}}, r"run\.steps: RunConfig needs this field"),
+        ({"run": {"steps": 1.0}}, r"run\.steps: 1\.0 is not int"),
+        ({"run": {"steps": True}}, r"run\.steps: True is not int"),
+        ({"run": 3}, "run: 3 is not the fields of RunConfig"),
+        ({"run": {"steps": 1}, "rate": "0.1"}, "rate: '0.1' is not a number"),
+        ({"run": {"steps": 1}, "loss": "hinge"}, "loss: 'hinge' is not one of 'clip', 'sigmoid'"),
+        ({"run": {"steps": 1}, "width": "4"}, "width: '4' is not int"),
+        ({"run": {"steps": 1}, "data": {"class": "os.system"}}, r"data\.class: 'os.system' is not one of Emoji, Table"),
+        ({"run": {"steps": 1}, "data": {"class": "Emoji", "vendors": [1]}}, r"data\.vendors\.0: 1 is not str"),
+        ({"run": {"steps": 1}, "data": {"class": "Table", "file": "x", "columns": ["a"]}}, "is not a list of 2"),
+        ({"run": {"steps": 1}, "places": "a"}, "places: 'a' is not a list"),
+        ([], "the config: .* is not the fields of Config"),
+    ],
+)
+def test_config_from_json_rejects(value, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_json(Config, value)
+
+
+def test_config_to_json_rejects_what_has_no_form():
+    with pytest.raises(ValueError, match=r"kwargs\.f: set has no form in JSON"):
+        config_to_json(replace(CONFIG, kwargs={"f": {1}}))
+
+
+def test_differences_are_named_and_numbers_compared_as_numbers():
+    old = config_to_json(CONFIG)
+    assert config_differences(old, config_to_json(with_run(dir=Path("x")))) == []
+    new = config_to_json(replace(with_run(steps=11), checkpoint=CheckpointConfig(keep=3), data=Table(Path("x"))))
+    assert config_differences(old, new) == [
+        *("run.steps", "checkpoint.keep", "data.class", "data.vendors", "data.file", "data.columns")
+    ]
+    assert config_differences({"a": 1, "b": True}, {"a": 1.0, "b": 1}) == ["b"]
+    assert config_differences({"a": None}, {}) == ["a"]
+
+
+def test_read_json_names_the_file(tmp_path):
+    (tmp_path / "x.json").write_text("{'a': 1}")
+    with pytest.raises(ValueError, match=r"x\.json is not JSON"):
+        read_json(tmp_path / "x.json")
+
+
+def test_replaced_file_is_old_or_new(tmp_path, monkeypatch):
+    run_directory.atomic_write(tmp_path / "a", "old")
+
+    def fail(_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        run_directory.atomic_write(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "old"
