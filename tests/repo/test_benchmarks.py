@@ -76,6 +76,21 @@ def test_results_survive_json(tmp_path):
     assert again.measurements[0]["ratio"] == {"median": 1.0, "least": 0.5, "most": 2.0}
 
 
+def test_rounds_are_combined_over_ranks():
+    from benchmarks.harness.measure import Seconds
+    from benchmarks.harness.results import combine_rounds
+
+    ranks = [
+        {"a": [Seconds(1.0, 2.0), Seconds(3.0, 4.0)], "untimed": []},
+        {"a": [Seconds(2.0, 4.0), Seconds(1.0, 0.0)], "untimed": []},
+    ]
+    found = combine_rounds("a case", "a", ranks, size=7)
+    assert found.wall.tolist() == [2000.0, 3000.0]  # ms of the slowest rank
+    assert found.cpu.tolist() == [3000.0, 2000.0]  # ms, the mean
+    assert found["size"] == 7
+    assert not combine_rounds("a case", "untimed", ranks).is_timed
+
+
 def test_turns_put_every_contender_first_and_after_each_other():
     from benchmarks.harness.measure import order_of_turns
 
