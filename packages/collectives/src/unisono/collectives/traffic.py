@@ -172,32 +172,20 @@ def _count_all_to_all(call: _Call) -> dict[str, int]:
     return {"sent": _bytes(call.input) - own, "received": _bytes(call.output) - own}
 
 
-# c10d op without leading and trailing underscores -> (name shown, rule). An op that is not here moves no payload.
-_RULES: dict[str, tuple[str, Callable[[_Call], dict[str, int]]]] = {
-    "allgather": ("all_gather", _count_all_gather),
-    "allgather_base": ("all_gather", _count_all_gather),
-    "allgather_coalesced": ("all_gather", _count_all_gather),
-    "allgather_into_tensor_coalesced": ("all_gather", _count_all_gather),
-    "all_gather_into_tensor": ("all_gather", _count_all_gather),
-    "all_gather_into_tensor_out": ("all_gather", _count_all_gather),
-    "all_gather_into_tensor_coalesced": ("all_gather", _count_all_gather),
-    "reduce_scatter": ("reduce_scatter", _count_reduce_scatter),
-    "reduce_scatter_base": ("reduce_scatter", _count_reduce_scatter),
-    "reduce_scatter_tensor": ("reduce_scatter", _count_reduce_scatter),
-    "reduce_scatter_tensor_out": ("reduce_scatter", _count_reduce_scatter),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _count_reduce_scatter),
-    "allreduce": ("all_reduce", _count_all_reduce),
-    "allreduce_coalesced": ("all_reduce", _count_all_reduce),
-    "all_reduce": ("all_reduce", _count_all_reduce),
-    "all_reduce_coalesced": ("all_reduce", _count_all_reduce),
-    "broadcast": ("broadcast", _count_broadcast),
-    "reduce": ("reduce", _count_reduce),
-    "gather": ("gather", _count_gather),
-    "scatter": ("scatter", _count_scatter),
-    "alltoall_base": ("all_to_all", _count_all_to_all_single),
-    "all_to_all_single": ("all_to_all", _count_all_to_all_single),
-    "alltoall": ("all_to_all", _count_all_to_all),
-    "send": ("send", lambda call: {"sent": _bytes(call.input)}),
-    "recv": ("recv", lambda call: {"received": _bytes(call.input)}),
-    "recv_any_source": ("recv", lambda call: {"received": _bytes(call.input)}),
-}
+# Name shown, rule, and its c10d ops without leading and trailing underscores. An op that is not here moves no payload.
+_TABLE: list[tuple[str, Callable[[_Call], dict[str, int]], str]] = [
+    ("all_gather", _count_all_gather, "allgather allgather_base allgather_coalesced allgather_into_tensor_coalesced"),
+    ("all_gather", _count_all_gather, "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced"),
+    ("reduce_scatter", _count_reduce_scatter, "reduce_scatter reduce_scatter_base reduce_scatter_tensor"),
+    ("reduce_scatter", _count_reduce_scatter, "reduce_scatter_tensor_out reduce_scatter_tensor_coalesced"),
+    ("all_reduce", _count_all_reduce, "allreduce allreduce_coalesced all_reduce all_reduce_coalesced"),
+    ("broadcast", _count_broadcast, "broadcast"),
+    ("reduce", _count_reduce, "reduce"),
+    ("gather", _count_gather, "gather"),
+    ("scatter", _count_scatter, "scatter"),
+    ("all_to_all", _count_all_to_all_single, "alltoall_base all_to_all_single"),
+    ("all_to_all", _count_all_to_all, "alltoall"),
+    ("send", lambda call: {"sent": _bytes(call.input)}, "send"),
+    ("recv", lambda call: {"received": _bytes(call.input)}, "recv recv_any_source"),
+]
+_RULES = {op: (name, rule) for name, rule, ops in _TABLE for op in ops.split()}
