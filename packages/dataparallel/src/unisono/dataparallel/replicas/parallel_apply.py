@@ -106,16 +106,6 @@ class ThreadContext:
 
     They are gradient and inference mode, autocast, function modes (the default device is one), hooks for saved tensors,
     context variables, and the current stream of each device.
-
-    Example:
-        >>> import threading, torch
-        >>> with torch.no_grad():
-        ...     thread_context = ThreadContext([torch.device("cpu")])
-        >>> look = lambda: print(torch.is_grad_enabled())
-        >>> thread = threading.Thread(target=thread_context.run, args=(look, torch.device("cpu")))
-        >>> thread.start(), thread.join()
-        False
-        (None, None)
     """
 
     def __init__(self, devices: list[torch.device]) -> None:
