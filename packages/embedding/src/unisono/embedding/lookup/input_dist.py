@@ -20,7 +20,7 @@ from torch import Tensor
 from unisono.collectives import MismatchError, all_to_all_single
 from unisono.collectives.checks import validate_across_ranks
 from unisono.collectives.groups import GroupRanks, as_group, is_fake_group, process_group, small_message_device
-from unisono.embedding.lookup.kernels import Groups, group_equal
+from unisono.embedding.lookup.kernels import Deduplicated, deduplicate
 from unisono.embedding.lookup.storage import ShardStorage
 from unisono.embedding.ragged import Ragged, ragged_error
 from unisono.embedding.sharding.table_groups import RowNumbering, TableGroup
@@ -51,7 +51,7 @@ class OutgoingRequest:
     group: TableGroup
     by_rows: list[FeatureIds]  # features that come back as rows, each row once, and are pooled here
     by_bags: list[list[FeatureIds]]  # for each group shard, features that come back as the sums of their bags
-    groups: Groups  # of the group rows of all ids of `by_rows`
+    dedup: Deduplicated  # of the group rows of all ids of `by_rows`
     cuts: list[int]  # unique group rows of group shard i: from cuts[i] to cuts[i + 1]
 
     def row_count(self, shard: int) -> int:
@@ -68,7 +68,7 @@ class OutgoingRequest:
 
     def shard_rows(self) -> Tensor:
         """The unique group rows, numbered within their group shards."""
-        unique = self.groups.unique
+        unique = self.dedup.unique
         if len(self.cuts) == 2:
             return unique
         bases = torch.tensor(self.group.bases[:-1], dtype=unique.dtype, device=unique.device)
@@ -168,13 +168,13 @@ def make_request(
     dtype = torch.int32 if bases[-1] < 2**31 else torch.int64
     group_rows = [numberings[x.table].to_group_rows(x.ids, dtype) for x in by_rows]
     device = features[0][0].ids.device if features else None
-    groups = group_equal(torch.cat(group_rows) if group_rows else torch.empty(0, dtype=dtype, device=device))
+    dedup = deduplicate(torch.cat(group_rows) if group_rows else torch.empty(0, dtype=dtype, device=device))
     if len(bases) == 2:
-        cuts = [0, groups.unique.numel()]
+        cuts = [0, dedup.unique.numel()]
     else:
-        edges = torch.tensor(bases, dtype=dtype, device=groups.unique.device)
-        cuts = torch.searchsorted(groups.unique, edges).tolist()
-    return OutgoingRequest(group, by_rows, by_bags, groups, cuts)
+        edges = torch.tensor(bases, dtype=dtype, device=dedup.unique.device)
+        cuts = torch.searchsorted(dedup.unique, edges).tolist()
+    return OutgoingRequest(group, by_rows, by_bags, dedup, cuts)
 
 
 # What may be wrong
@@ -245,16 +245,12 @@ def _exchange_counts(
     own = [] if error else [_counts_for(outgoing, rank, ranks) for rank in range(ranks.size)]
     width = 3 * len(outgoing)
     few = ranks.size <= _FEW
+    numbers = [number for row in own for number in row] if few else []
+    words = f"{function}({same})"
+    rule = "All ranks must look up the same features, with or without weights, all with gradients or all without."
     try:
         table = validate_across_ranks(
-            function,
-            ranks,
-            same=(function, same),
-            numbers=[number for row in own for number in row] if few else [],
-            words=lambda: f"{function}({same})",
-            device=device,
-            rule="All ranks must look up the same features, with or without weights, all with gradients or all without.",
-            problem=error,
+            function, ranks, same=words, numbers=numbers, words=lambda: words, device=device, rule=rule, problem=error
         )
     except MismatchError as mismatch:
         raise (IdOutOfRange(str(mismatch)) if "is out of range: table" in str(mismatch) else mismatch) from None
@@ -335,7 +331,7 @@ def _message(
     dtype = shard_rows.dtype
     parts = [shard_rows[requested]]
     if request.group.key.scale_grad_by_freq:
-        parts.append(request.groups.counts[requested].to(dtype))
+        parts.append(request.dedup.counts[requested].to(dtype))
     bags = request.by_bags[shard]
     parts += [x.ids.to(dtype) + request.group.starts[x.table][0][1] for x in bags]
     parts += [x.lengths.to(dtype) for x in bags]

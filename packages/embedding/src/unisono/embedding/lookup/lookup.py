@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from unisono.collectives import all_gather, all_to_all_single
 from unisono.collectives.groups import GroupRanks, as_group
 from unisono.embedding.lookup.input_dist import IncomingRequest
-from unisono.embedding.lookup.kernels import Groups, group_equal, sum_bags, sum_groups, sum_groups_in_blocks
+from unisono.embedding.lookup.kernels import Deduplicated, deduplicate, sum_bags, sum_duplicates, sum_duplicates_in_blocks
 from unisono.embedding.lookup.storage import GroupShard, ShardStorage
 from unisono.embedding.optimizers import FusedUpdate, GradientConsumer, ParameterGradients
 from unisono.embedding.sharding.table_groups import TableGroup
@@ -117,28 +117,28 @@ def _consume_gradients(each: GroupLookup, grads: Tensor, factor: float, consumer
     group, shard, request = each.group, each.shard, each.request
     rows, bags, weights, frequencies = request.rows, request.bags(), request.weights, request.frequencies
     if group.is_replicated and ranks.size > 1:  # first the sums of this rank, then those of all
-        groups = group_equal(rows)
-        sums = sum_groups(grads, bags, groups, weights)
+        dedup = deduplicate(rows)
+        sums = sum_duplicates(grads, bags, dedup, weights)
         if frequencies is not None:
-            frequencies = all_gather(_sum_numbers(frequencies, groups), group=as_group(ranks))
-        rows = all_gather(groups.unique, group=as_group(ranks))
+            frequencies = all_gather(_sum_numbers(frequencies, dedup), group=as_group(ranks))
+        rows = all_gather(dedup.unique, group=as_group(ranks))
         grads = all_gather(sums, group=as_group(ranks))
         bags, weights = None, None
-    groups = _without_padding(group_equal(rows), shard)
-    divisors = None if frequencies is None else _sum_numbers(frequencies, groups)
+    dedup = _without_padding(deduplicate(rows), shard)
+    divisors = None if frequencies is None else _sum_numbers(frequencies, dedup)
     if group.columns > 1 and consumer.needs_square_sums():  # of whole rows, so the chunks of columns communicate
         sums = grads
         if shard is not None:
-            sums = _scale_(sum_groups(grads, bags, groups, weights), divisors, factor)
-            sums = consumer.decay(shard, groups.unique, sums)
+            sums = _scale_(sum_duplicates(grads, bags, dedup, weights), divisors, factor)
+            sums = consumer.decay(shard, dedup.unique, sums)
         squares = sums.to(torch.promote_types(sums.dtype, torch.float32)).square().sum(1)
         squares = _reduce_over_columns(squares, group, ranks)
         if shard is not None:
-            consumer.take(shard, groups.unique, sums, squares)
+            consumer.take(shard, dedup.unique, sums, squares)
     elif shard is not None:
-        for part, sums in sum_groups_in_blocks(grads, bags, groups, weights):
+        for part, sums in sum_duplicates_in_blocks(grads, bags, dedup, weights):
             sums = _scale_(sums, None if divisors is None else divisors[part], factor)
-            consumer.take(shard, groups.unique[part], consumer.decay(shard, groups.unique[part], sums), None)
+            consumer.take(shard, dedup.unique[part], consumer.decay(shard, dedup.unique[part], sums), None)
 
 
 def _scale_(sums: Tensor, divisors: Tensor | None, factor: float) -> Tensor:
@@ -147,22 +147,22 @@ def _scale_(sums: Tensor, divisors: Tensor | None, factor: float) -> Tensor:
     return sums if factor == 1 else sums.mul_(factor)
 
 
-def _sum_numbers(numbers: Tensor, groups: Groups) -> Tensor:
-    index = torch.arange(len(groups.unique), device=numbers.device).repeat_interleave(groups.counts)
-    return torch.zeros_like(groups.unique).index_add_(0, index, numbers.index_select(0, groups.order))
+def _sum_numbers(numbers: Tensor, dedup: Deduplicated) -> Tensor:
+    index = torch.arange(len(dedup.unique), device=numbers.device).repeat_interleave(dedup.counts)
+    return torch.zeros_like(dedup.unique).index_add_(0, index, numbers.index_select(0, dedup.order))
 
 
-def _without_padding(groups: Groups, shard: GroupShard | None) -> Groups:
+def _without_padding(dedup: Deduplicated, shard: GroupShard | None) -> Deduplicated:
     """Take out the rows that get no gradient."""
     padding = None if shard is None else shard.padding_rows()
     if padding is None:
-        return groups
-    keep = torch.isin(groups.unique, padding, invert=True)
+        return dedup
+    keep = torch.isin(dedup.unique, padding, invert=True)
     if bool(keep.all()):
-        return groups
-    order = groups.order[keep.repeat_interleave(groups.counts)]
-    counts = groups.counts[keep]
-    return Groups(groups.unique[keep], order, counts.cumsum(0) - counts, counts)
+        return dedup
+    order = dedup.order[keep.repeat_interleave(dedup.counts)]
+    counts = dedup.counts[keep]
+    return Deduplicated(dedup.unique[keep], order, counts.cumsum(0) - counts, counts)
 
 
 def _reduce_over_columns(values: Tensor, group: TableGroup, ranks: GroupRanks, *, largest: bool = False) -> Tensor:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from unisono.collectives import all_to_all_single
 from unisono.collectives.groups import as_group
 from unisono.embedding.lookup.input_dist import FeatureIds, IncomingRequest, OutgoingRequest
-from unisono.embedding.lookup.kernels import sum_bags, sum_groups
+from unisono.embedding.lookup.kernels import sum_bags, sum_duplicates
 from unisono.embedding.lookup.storage import ShardStorage
 
 _BLOCK = 16384  # ids whose rows are held at once for the gradient of their weights
@@ -47,7 +47,7 @@ class Pooling:
 def plan_pooling(request: OutgoingRequest, modes: Modes) -> Pooling:
     """Prepare what can be known before the rows are there."""
     by_rows = request.by_rows
-    index = request.groups.inverse()
+    index = request.dedup.inverse()
     sums_before = [0, *accumulate(sum(x.lengths.numel() for x in bags) for bags in request.by_bags)]
     if sums_before[-1]:  # sums of bags stand between the rows of one group shard and those of the next
         row_counts = torch.tensor(request.cuts, device=index.device).diff()
@@ -161,12 +161,13 @@ class PoolFunction(torch.autograd.Function):
         parts: dict[tuple[int, int], list[Tensor]] = {}  # by owner and table group
         for k, pooling in enumerate(ctx.poolings):
             request: OutgoingRequest = pooling.request
+            edges = [0, *accumulate(request.group.key.widths)]
             pooled_grads = [next(remaining) for _ in request.by_rows]
             sum_grads = [[_divide_mean(next(remaining), x, ctx.modes) for x in bags] for bags in request.by_bags]
-            joined = torch.cat(pooled_grads) if pooled_grads else _no_rows(ctx.dtype, request)
+            no_grads = torch.zeros((0, edges[-1]), dtype=ctx.dtype, device=request.dedup.unique.device)
+            joined = torch.cat(pooled_grads) if pooled_grads else no_grads
             if pooling.divisors is not None:
                 joined = joined / pooling.divisors[:, None]
-            edges = [0, *accumulate(request.group.key.widths)]
             weight_grads.append(_weight_gradient(all_columns[k], joined, pooling, edges) if all_columns[k] else None)
             for j in range(request.group.columns):
                 columns = slice(edges[j], edges[j + 1])
@@ -179,10 +180,6 @@ class PoolFunction(torch.autograd.Function):
                     parts.setdefault((owner, k), []).extend([own_rows, *(grad[:, columns] for grad in shard_grads)])
         ordered = [part.reshape(-1) for place in sorted(parts) for part in parts[place]]
         return torch.cat(ordered) if ordered else None, None, None, None, None, *weight_grads
-
-
-def _no_rows(dtype: torch.dtype, request: OutgoingRequest) -> Tensor:
-    return torch.zeros((0, sum(request.group.key.widths)), dtype=dtype, device=request.groups.unique.device)
 
 
 def _join_columns(pieces: list[Tensor]) -> Tensor:
@@ -220,23 +217,19 @@ def _pool(responses: Tensor, pooling: Pooling, weights: Tensor | None) -> tuple[
     if pooling.lengths is None:
         return responses.index_select(0, pooling.index), None
     if pooling.request.group.key.pooling == "max":
-        return _max_pool(responses, pooling, pooling.lengths)
+        if pooling.index.numel() == 0 or responses.shape[1] == 0:
+            return responses.new_zeros((pooling.lengths.numel(), responses.shape[1])), None
+        out, _, _, maxima = torch.embedding_bag(responses, pooling.index, pooling.offsets, False, 2)
+        return out, maxima
     out = sum_bags(responses, pooling.index, pooling.offsets, weights)
     return (out if pooling.divisors is None else out.div_(pooling.divisors[:, None])), None
 
 
-def _max_pool(responses: Tensor, pooling: Pooling, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
-    if pooling.index.numel() == 0 or responses.shape[1] == 0:
-        return responses.new_zeros((lengths.numel(), responses.shape[1])), None
-    out, _, _, maxima = torch.embedding_bag(responses, pooling.index, pooling.offsets, False, 2)
-    return out, maxima
-
-
 def _row_gradients(grads: Tensor, pooling: Pooling, weights: Tensor | None, maxima: Tensor | None) -> Tensor:
     """The gradient of each unique row, from the gradients of the bags."""
-    groups = pooling.request.groups
+    dedup = pooling.request.dedup
     if pooling.request.group.key.pooling == "max":
-        rows = grads.new_zeros((groups.unique.numel(), grads.shape[1]))
+        rows = grads.new_zeros((dedup.unique.numel(), grads.shape[1]))
         if maxima is None or pooling.lengths is None:
             return rows
         filled = pooling.lengths > 0
@@ -247,7 +240,7 @@ def _row_gradients(grads: Tensor, pooling: Pooling, weights: Tensor | None, maxi
             assert pooling.bags is not None
             pooled = pooling.bags < len(grads) - 1
             weights = weights.new_ones(len(pooled)).masked_scatter_(pooled, weights.detach())
-    return sum_groups(grads.contiguous(), pooling.bags, groups, None if weights is None else weights.detach())
+    return sum_duplicates(grads.contiguous(), pooling.bags, dedup, None if weights is None else weights.detach())
 
 
 def _weight_gradient(columns: list[Tensor], grads: Tensor, pooling: Pooling, edges: list[int]) -> Tensor:

@@ -1,7 +1,9 @@
-"""One process with the whole table and the whole batch: what all layouts and splits are compared with."""
+"""One process with the whole table and the whole batch: the reference for all layouts and splits."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ _WRONG_BY_FREQUENCY = tuple(int(x) for x in torch.__version__.split(".")[:2]) < 
 
 
 def embedding_bag(ids: Tensor, weight: Tensor, offsets: Tensor, **options: Any) -> Tensor:
-    """torch's; but the gradient that the oldest torch gives a bag with scale_grad_by_freq is not that of its look-ups."""
+    """torch.nn.functional.embedding_bag, mended: before torch 2.15 its gradient with scale_grad_by_freq is wrong."""
     if not (options.get("scale_grad_by_freq") and _WRONG_BY_FREQUENCY):
         return nn.functional.embedding_bag(ids, weight, offsets, **options)
     mode, padding = options.pop("mode", "mean"), options.get("padding_idx")
@@ -30,7 +32,7 @@ def embedding_bag(ids: Tensor, weight: Tensor, offsets: Tensor, **options: Any) 
 
 
 class WholeBag(nn.EmbeddingBag):
-    """torch's module on that function."""
+    """torch.nn.EmbeddingBag on that function."""
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         if offsets is None:
@@ -41,7 +43,7 @@ class WholeBag(nn.EmbeddingBag):
 
 
 def layouts(world_size: int) -> dict[str, Layout]:
-    """Every kind, in and out of order, on all ranks and on some."""
+    """Every kind of layout, with ranks in order and not, on all ranks and on some."""
     everyone = list(range(world_size))
     found = {
         "row": Layout.row(),
@@ -59,7 +61,7 @@ def layouts(world_size: int) -> dict[str, Layout]:
 
 
 def local_gradient(module: ShardedEmbedding | ShardedEmbeddingBag) -> Tensor | None:
-    """The whole table's gradient, put together from the shards."""
+    """Gather the gradient of the whole table."""
     grad = module.weight.grad
     if grad is None:
         shard = torch.zeros_like(module.local)
@@ -71,7 +73,7 @@ def local_gradient(module: ShardedEmbedding | ShardedEmbeddingBag) -> Tensor | N
 
 
 def draw_case(case: dict[str, Any], rank: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A rank's input, offsets and weights: uneven, on some ranks empty, with empty bags, some with more bags than ids."""
+    """Draw a rank's input, offsets and weights: uneven, on some ranks empty, with empty bags, some with more bags than ids."""
     draw = torch.Generator().manual_seed(100 + rank)
     lengths = case["lengths"][rank % len(case["lengths"])]
     n = sum(lengths)
@@ -85,7 +87,7 @@ LENGTHS = [[3, 0, 2, 1], [], [0, 0, 0, 4], [5, 1]]
 
 
 def run_bag(case: dict[str, Any], layout: str) -> None:
-    """One step on this rank against the whole batch in one process."""
+    """Compare one step on this rank with the whole batch in one process."""
     rank, size = dist.get_rank(), dist.get_world_size()
     case = {"lengths": LENGTHS, "mode": "sum", **case}
     options = case.get("options", {})
@@ -141,3 +143,51 @@ def run_embedding(case: dict[str, Any], layout: str) -> None:
     torch.testing.assert_close(out, expected.split([len(x) for x in inputs])[rank])
     torch.testing.assert_close(local_gradient(module), dense.weight.grad)
     torch.testing.assert_close(module.full_weight(), dense.weight.detach())
+
+
+Bags = list[list[int]]
+UPPER_ROWS: list[Bags] = [[[6, 10], [7]], [[9, 9, 8]], [[10], [6, 8, 7]]]
+MIXED: list[Bags] = [[[0, 3, 3], [], [10]], [[5, 3]], [[3], [3, 3, 9, 1], []]]
+
+
+def compare_training(dense: Any, everyones: Sequence[Bags], *, steps: int = 1, sparse: bool = False) -> None:
+    """Compare `steps` steps of torch's SGD on all layouts with one process. `everyones`: the bags of each rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everyones = everyones[:size]
+    flat = [[number for bag in bags for number in bag] for bags in everyones]
+    pooled = isinstance(dense, nn.EmbeddingBag)
+    counts = [len(bags) if pooled else len(ids) for bags, ids in zip(everyones, flat, strict=True)]
+    upstream = torch.randn(sum(counts), DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def look_up(module: Any, bags: Bags, ids: list[int]) -> Tensor:
+        given = torch.tensor(ids, dtype=torch.int64)
+        return module(given, torch.tensor([0, *map(len, bags)]).cumsum(0)[:-1]) if pooled else module(given)
+
+    for layout in layouts(size).values():
+        whole = copy.deepcopy(dense)
+        ours = (ShardedEmbeddingBag if pooled else ShardedEmbedding).from_dense(whole, layout, grad_reduce="sum", sparse=sparse)
+        parameter = ours.weight
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (whole, ours)]
+        for _ in range(steps):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            expected = look_up(whole, [bag for bags in everyones for bag in bags], [number for ids in flat for number in ids])
+            (expected * upstream).sum().backward()
+            out = look_up(ours, everyones[rank], flat[rank])
+            (out * upstream.split(counts)[rank]).sum().backward()
+            torch.testing.assert_close(out, expected.split(counts)[rank])
+            torch.testing.assert_close(local_gradient(ours), whole.weight.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+        torch.testing.assert_close(ours.full_weight(), whole.weight.detach())
+        assert ours.weight is parameter and parameter.is_leaf and parameter.requires_grad
+
+
+def make_bag(**options: Any) -> nn.EmbeddingBag:
+    torch.manual_seed(0)
+    return WholeBag(ROWS, DIM, dtype=torch.float64, **{"mode": "sum", **options})
+
+
+def make_embedding(**options: Any) -> nn.Embedding:
+    torch.manual_seed(0)
+    return nn.Embedding(ROWS, DIM, dtype=torch.float64, **options)

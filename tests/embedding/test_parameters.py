@@ -10,8 +10,19 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from tests.embedding.whole_table import DIM, ROWS, layouts
-from unisono.embedding import Adagrad, Adam, EmbeddingCollection, RowwiseAdagrad, ShardedEmbedding, ShardedEmbeddingBag, Table
+from tests.embedding.reference import DIM, ROWS, layouts
+from tests.embedding.test_collection import make_two_tables
+from unisono.collectives import all_reduce
+from unisono.embedding import (
+    Adagrad,
+    Adam,
+    EmbeddingCollection,
+    Layout,
+    RowwiseAdagrad,
+    ShardedEmbedding,
+    ShardedEmbeddingBag,
+    Table,
+)
 
 RULES = {"RowwiseAdagrad": RowwiseAdagrad(lr=0.1), "Adagrad": Adagrad(lr=0.1), "Adam": Adam(lr=0.1)}
 TABLES = [Table("a", ROWS, DIM), Table("b", 7, 4, mode="mean"), Table("c", 3, DIM)]
@@ -28,7 +39,7 @@ def train(collection: EmbeddingCollection, seed: int) -> None:
 
 
 def whole(collection: EmbeddingCollection) -> dict[str, torch.Tensor]:
-    """Weights and states of all tables, put together without DTensor's help."""
+    """Gather weights and states of all tables."""
     found = {}
     for name, module in collection.tables.items():
         found[f"{name}.weight"] = collection.full_weight(name)
@@ -174,3 +185,39 @@ def moves_and_stays_itself() -> None:
 
 def test_collection_can_be_moved_and_made_on_meta(ranks):
     ranks(moves_and_stays_itself, world_size=2)
+
+
+def strict_loading_is_strict() -> None:
+    """Unknown keys and tables on meta were accepted."""
+    module = ShardedEmbedding(ROWS, DIM)
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        module.load_state_dict({**module.state_dict(), "bogus": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match="to_empty"):
+        ShardedEmbedding(ROWS, DIM, device="meta").load_state_dict(module.state_dict(), assign=True)
+
+
+def a_checkpoint_loads_into_any_other_layout() -> None:
+    """In TorchRec resharding a checkpoint is left to the user. From row to each other layout in turn, and back to row."""
+    first = make_two_tables("row", optimizer=RowwiseAdagrad(lr=0.1))
+    for _ in range(2):
+        sum(x.sum() for x in first({"a": torch.tensor([3, 9]), "b": torch.tensor([0, 1])}).values()).backward()
+    last = first
+    for layout in [*layouts(dist.get_world_size()).values(), Layout.row()]:
+        loaded = make_two_tables({"a": layout, "b": layout}, optimizer=RowwiseAdagrad(lr=0.1))
+        loaded.load_state_dict(last.state_dict())
+        last = loaded
+    for name in ("a", "b"):
+        assert torch.equal(last.tables[name].local, first.tables[name].local)
+        assert torch.equal(last.tables[name].states["sum"], first.tables[name].states["sum"])
+        assert last.tables[name].full_weight().isfinite().all() and all_reduce(last.tables[name].states["sum"].sum()) > 0
+
+
+REGRESSIONS = [
+    strict_loading_is_strict,
+    a_checkpoint_loads_into_any_other_layout,
+]
+
+
+@pytest.mark.parametrize("body", REGRESSIONS, ids=lambda body: body.__name__)
+def test_regression(body, ranks):
+    ranks(body, world_size=3)

@@ -1,4 +1,4 @@
-"""One process plays a rank of 4,096: what travels is what the formula says, and memory is that of a shard."""
+"""One process simulates a rank of 4,096: it sends the bytes of the formula, and holds the memory of a shard."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ table = ShardedEmbedding(ROWS, DIM, plan="row", optimizer=SGD(lr=0.1), initializ
 share = -(-ROWS // W)
 assert tuple(table.local.shape) == (share, DIM) and table.weight.shape == (ROWS, DIM)
 ids = (torch.arange(W)[:, None] * share + torch.arange(12)).flatten()  # twelve on each rank
-ids = torch.cat([ids, ids, ids])  # asked for once, though looked up three times
+ids = torch.cat([ids, ids, ids])  # requested once, though looked up three times
 with count_bytes() as forward:
     out = table(ids)
 with count_bytes() as backward:
