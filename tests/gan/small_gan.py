@@ -1,4 +1,4 @@
-"""A small game in float64, and what ranks with shares of one batch make of it."""
+"""A small GAN in float64, a global batch, and the losses and gradients of any split of it over ranks."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ CASES: dict[str, tuple[dict[str, object], dict[str, object], float]] = {
 }
 
 
-def make_game(case: str) -> GAN:
-    """The same weights for everybody; none is zero, as some are in a new network."""
+def make_gan(case: str) -> GAN:
+    """Build the GAN of a case with the same weights on every rank. No weight is zero, as some are in a new network."""
     model, loss, _ = CASES[case]
     config = ModelConfig(**SMALL, **model)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(1)
     conditions = {"class": CLASSES, "none": 0}.get(config.condition, WIDTH)
-    game = GAN(config, LossConfig(**loss), size=8, channels=1, conditions=conditions).double()  # type: ignore[arg-type]
-    for parameter in game.parameters():
+    gan = GAN(config, LossConfig(**loss), size=8, channels=1, conditions=conditions).double()  # type: ignore[arg-type]
+    for parameter in gan.parameters():
         fan = max(1, parameter[0].numel())
         parameter.data.copy_(torch.randn(parameter.shape, generator=random, dtype=torch.float64) * fan**-0.5)
-    return game
+    return gan
 
 
 def make_batch(condition: str, step: int = 0) -> Batch:
-    """The global batch."""
+    """Make the global batch of `step`."""
     random = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(CLASSES, (ROWS,), generator=random)
     vectors = torch.randn(CLASSES, WIDTH, generator=random, dtype=torch.float64)
@@ -66,8 +66,8 @@ def make_batch(condition: str, step: int = 0) -> Batch:
     )
 
 
-def share_of(batch: Batch, sizes: Sequence[int]) -> Batch:
-    """This rank's rows of it, or of its first ones, if `sizes` do not add up to all."""
+def rows_of_rank(batch: Batch, sizes: Sequence[int]) -> Batch:
+    """Return this rank's rows of the global batch, or of its first sum(sizes) rows."""
     rank = 0 if len(sizes) == 1 else dist.get_rank()
     first = sum(sizes[:rank])
     rows = slice(first, first + sizes[rank])
@@ -75,24 +75,29 @@ def share_of(batch: Batch, sizes: Sequence[int]) -> Batch:
     return Batch(batch.images[rows], condition, ids, batch.noise[rows], tuple(sizes), batch.shift)
 
 
-Played = tuple[dict[str, float], dict[str, Tensor]]
+LossesAndGradients = tuple[dict[str, float], dict[str, Tensor]]
 Change = Callable[[GAN], None]
 
 
-def play_once(case: str, sizes: Sequence[int] = (ROWS,), change: Change | None = None, gamma: float | None = None) -> Played:
-    """Losses of both networks, and their gradients after the ranks' are averaged.
+def losses_and_gradients(
+    case: str, sizes: Sequence[int] = (ROWS,), change: Change | None = None, gamma: float | None = None
+) -> LossesAndGradients:
+    """Return the losses of both networks, and their gradients averaged over the ranks.
 
-    change: what to do to the game before. gamma: another weight of the penalties than that of `case`.
+    change: a function that changes the GAN before.
+    gamma: weight of the penalties. The default is that of the case.
     """
-    game, gamma = make_game(case), CASES[case][2] if gamma is None else gamma
+    gan = make_gan(case)
+    gamma = CASES[case][2] if gamma is None else gamma
     if change is not None:
-        change(game)
-    batch = share_of(make_batch(game.generator.config.condition), sizes)
-    fakes = game.generator(batch.noise, batch.condition)
-    values, gradients = {}, {}
+        change(gan)
+    batch = rows_of_rank(make_batch(gan.generator.config.condition), sizes)
+    fakes = gan.generator(batch.noise, batch.condition)
+    values = {}
+    gradients = {}
     for name, network, losses in (
-        ("discriminator", game.discriminator, game.discriminator_step(batch, fakes, gamma=gamma)),
-        ("generator", game.generator, game.generator_step(batch, fakes)),
+        ("discriminator", gan.discriminator, gan.discriminator_loss(batch, fakes, gamma=gamma)),
+        ("generator", gan.generator, gan.generator_loss(batch, fakes)),
     ):
         values |= {f"{name} {kind}": float(value.detach()) for kind, value in losses.items()}
         losses["loss"].backward()
@@ -106,13 +111,13 @@ def gradients_of(network: nn.Module, name: str) -> dict[str, Tensor]:
 
 
 @lru_cache
-def played_by_one(case: str, change: Change | None = None, gamma: float | None = None, rows: int = ROWS) -> Played:
-    """The same in this process."""
-    return play_once(case, (rows,), change=change, gamma=gamma)
+def one_process(case: str, change: Change | None = None, gamma: float | None = None, rows: int = ROWS) -> LossesAndGradients:
+    """Return losses_and_gradients of this process with the whole batch."""
+    return losses_and_gradients(case, (rows,), change=change, gamma=gamma)
 
 
 def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor], network: str = "") -> float:
-    """Of the tensors of `network`, the largest error relative to the expected one (or a thousandth of all, if it is tiny)."""
+    """Return the largest error of the tensors of `network`, relative to the expected norm (at least 1/1000 of that of all)."""
     assert found.keys() == expected.keys()
     names = [name for name in expected if name.startswith(network)]
     whole = torch.stack([expected[name].norm() for name in names]).norm()

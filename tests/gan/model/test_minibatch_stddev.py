@@ -1,19 +1,25 @@
-"""Standard deviations within groups of the global batch: values, derivatives, traffic and errors."""
+"""The minibatch standard deviation of the global batch: values, derivatives, traffic and errors."""
+
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from unisono.collectives import MismatchError, checked, count_bytes
+from tests.gan.small_gan import losses_and_gradients, one_process, worst_error
+from unisono.collectives import MismatchError, all_gather, checked, count_bytes
 from unisono.collectives.testing import gradcheck, gradgradcheck
 from unisono_models.gan.model.minibatch_stddev import MinibatchStddev, minibatch_stddev
 
 SPLITS = [(12,), (6, 6), (7, 5), (11, 1), (12, 0), (5, 2, 5), (3, 1, 1, 7), (0, 5, 0, 7)]
+
+
 GROUPS = [1, 2, 3, 4, 5, 50]
 
 
 def plain(x, group_size):
-    """One process, group by group."""
+    """Compute it in one process, group by group."""
     found = []
     for rows in x.split(group_size):
         deviation = ((rows - rows.mean(0)).square().mean(0) + 1e-8).sqrt().mean()
@@ -26,14 +32,14 @@ def whole(rows=12):
 
 
 def first_and_second(y, x, weights):
-    """Gradients of a sum over all rows, and of a sum of its gradient's squares, both weighted: plain ones hide faults."""
+    """Return the gradient of a weighted sum of `y`, and that of a weighted sum of its squares."""
     (first,) = torch.autograd.grad((weights * y).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad((first.square() * weights.view(-1, 1, 1, 1)).sum(), x)
     return first.detach(), second
 
 
 def matches_one_process(sizes, members=None):
-    """On the ranks `members`, or all: the value and both derivatives, with sizes told and asked for."""
+    """Check the value and both derivatives on the ranks `members`, or on all, with and without `sizes`."""
     group = None if members is None else dist.new_group(members)
     if members is not None and dist.get_rank() not in members:
         return
@@ -82,7 +88,7 @@ def test_gradcheck_and_gradgradcheck(ranks, sizes):
 
 
 def traffic_of(sizes, group_size):
-    """Collectives and bytes of forward, backward, and the backward of a gradient's square."""
+    """Return the collectives and bytes of forward, backward and second backward."""
     x = torch.randn(sizes[dist.get_rank()], 2, 3, 5, dtype=torch.float64, requires_grad=True)
     with count_bytes() as forward:
         found = minibatch_stddev(x, group_size=group_size, sizes=sizes)
@@ -108,7 +114,7 @@ def test_groups_on_one_rank_need_no_communication(ranks, sizes, group_size):
 def test_groups_that_straddle_cost_their_moments(ranks, sizes, group_size, straddling):
     row = 2 * 3 * 5 * 8
     size = len(sizes)
-    moments = 2 * (2 * straddling * row * (size - 1) // size)  # means and squares, each by an all_reduce
+    moments = 2 * (2 * straddling * row * (size - 1) // size)  # one all_reduce for the means, one for the squares
     for forward, backward, second in ranks(traffic_of, sizes, group_size, world_size=size):
         assert forward == backward == ("all_reduce", 2, moments)
         assert second[1] <= 4
@@ -116,7 +122,7 @@ def test_groups_that_straddle_cost_their_moments(ranks, sizes, group_size, strad
 
 def test_rejects_empty_groups():
     for call in (lambda: MinibatchStddev(0), lambda: minibatch_stddev(whole(), group_size=0)):
-        with pytest.raises(ValueError, match="minibatch_stddev: group_size=0: a group has at least 1 row"):
+        with pytest.raises(ValueError, match="minibatch_stddev: group_size=0: must be at least 1"):
             call()
 
 
@@ -149,7 +155,7 @@ def test_all_ranks_raise_if_they_disagree(ranks):
 
 
 def with_gradient_on_one_rank():
-    """Ranks that do not know of each other's gradients run a backward all the same, or the one that needs it would wait."""
+    """Ranks whose input needs no gradient run the backward, too: the rank that needs it would wait for them."""
     x = whole()[:5].requires_grad_(dist.get_rank() == 1)
     found = minibatch_stddev(x, group_size=3)
     found.sum().backward()
@@ -158,3 +164,64 @@ def with_gradient_on_one_rank():
 
 def test_a_gradient_on_one_rank_does_not_hang(ranks):
     ranks(with_gradient_on_one_rank, world_size=2)
+
+
+class GatheredStddev(nn.Module):
+    """The stddev of strided groups of 4, as in StyleGAN2, over the gathered rows of all ranks."""
+
+    def __init__(self, gradient):
+        super().__init__()
+        self.gradient = gradient
+
+    def forward(self, x, *, sizes):
+        first = sum(sizes[: dist.get_rank()]) if len(sizes) > 1 else 0
+        return append(x, strided(all_gather(x, sizes=sizes, grad=self.gradient))[first : first + len(x)])
+
+
+class StddevOfEachRank(nn.Module):
+    """The stddev of strided groups of this rank's rows alone, as in StyleGAN2 and its successors."""
+
+    def forward(self, x, *, sizes):
+        return append(x, strided(x))
+
+
+def strided(x):
+    return (x.unflatten(0, (4, -1)).var(0, correction=0) + 1e-8).sqrt().flatten(1).mean(1).repeat(4)
+
+
+def append(x, found):
+    return torch.cat([x, found[:, None, None, None].expand(-1, 1, *x.shape[2:])], 1)
+
+
+def use(layer, gan):
+    gan.discriminator.stddev = layer
+
+
+TRUE, SLICE, EACH = (partial(use, layer) for layer in (GatheredStddev("sum"), GatheredStddev("slice"), StddevOfEachRank()))
+
+
+def errors(ranks, change, sizes, gamma=None):
+    """Return the errors of the gradients of both networks against one process."""
+    _, expected = one_process("paired", TRUE, gamma)
+    _, found = ranks(losses_and_gradients, "paired", sizes, change, gamma, world_size=len(sizes))[0]
+    return [worst_error(found, expected, network) for network in ("discriminator", "generator")]
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (40, 24), (63, 1)], ids=str)
+def test_gather_with_slice_gradient_does_not_match_one_process(ranks, sizes):
+    """A gather whose backward keeps the rank's own slice, as in many copies of distributed.py, gives wrong gradients."""
+    assert max(errors(ranks, TRUE, sizes)) < 1e-12, "with the true adjoint the same layer matches"
+    assert min(errors(ranks, SLICE, sizes)) > 1e-3
+
+
+def test_gather_with_slice_gradient_breaks_the_penalties(ranks):
+    """R1 and R2 differentiate twice through the gather: their gradients are off by more than half."""
+    gamma = 1e9  # makes all other terms negligible
+    assert errors(ranks, TRUE, (32, 32), gamma)[0] < 1e-12
+    assert errors(ranks, SLICE, (32, 32), gamma)[0] > 0.5
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (40, 24)], ids=str)
+def test_stddev_per_rank_does_not_match_one_process(ranks, sizes):
+    """StyleGAN2's layer sees the rows of one rank: results change with the number of ranks."""
+    assert min(errors(ranks, EACH, sizes)) > 1e-3

@@ -1,9 +1,9 @@
-"""Batches are slices of one global batch, to the bit, whatever the number of ranks."""
+"""The batches of all ranks are slices of one global batch, to the bit."""
 
 import pytest
 import torch
 
-from unisono_models.gan.data.images import Images
+from unisono_models.gan.data.images import ImageDataset
 from unisono_models.gan.data.loader import BatchLoader
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.sampler import StepSampler
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 def make_images(rows=11):
     random = torch.Generator().manual_seed(0)
-    return Images(
+    return ImageDataset(
         torch.randint(256, (rows, 1, 8, 8), generator=random, dtype=torch.uint8),
         torch.arange(rows) % 4,
         tuple("abcd"),
@@ -28,8 +28,8 @@ def make_batches(kind, rank=0, size=1, images=None):
 
 @pytest.mark.parametrize("kind", ["class", "vector", "none"])
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_shares_are_slices_of_the_whole(kind, size):
-    for step in (0, 2, 3):  # the second has the one sample that is left of an epoch
+def test_batches_of_ranks_are_slices_of_the_global_batch(kind, size):
+    for step in (0, 2, 3):  # step 2 has the one sample that is left of the epoch
         whole = make_batches(kind).at(step)
         shares = [make_batches(kind, rank, size).at(step) for rank in range(size)]
         assert whole.sizes == ((1,) if step == 2 else (5,))
@@ -40,7 +40,7 @@ def test_shares_are_slices_of_the_whole(kind, size):
             assert torch.equal(torch.cat(pieces), getattr(whole, name)) if getattr(whole, name) is not None else not any(pieces)
 
 
-def test_steps_differ_and_conditions_are_those_of_the_pictures():
+def test_steps_differ_and_conditions_belong_to_the_images():
     images = make_images()
     batches = make_batches("vector")
     for step in range(6):
@@ -54,6 +54,6 @@ def test_steps_differ_and_conditions_are_those_of_the_pictures():
 
 
 @pytest.mark.parametrize(("kind", "lacks"), [("class", "labels"), ("vector", "vectors"), ("text", "vectors")])
-def test_rejects_pictures_without_the_condition(kind, lacks):
-    with pytest.raises(ValueError, match=f"kind='{kind}', but the pictures have no {lacks}"):
-        make_batches(kind, images=Images(make_images().pixels)).at(0)
+def test_rejects_images_without_the_condition(kind, lacks):
+    with pytest.raises(ValueError, match=f"kind='{kind}', but the images have no {lacks}"):
+        make_batches(kind, images=ImageDataset(make_images().pixels)).at(0)

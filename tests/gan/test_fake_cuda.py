@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.gan.small_game import CASES, CLASSES, SMALL, WIDTH
+from tests.gan.small_gan import CASES, CLASSES, SMALL, WIDTH
 from unisono_models.gan.config import LossConfig, ModelConfig
 from unisono_models.gan.data.loader import Batch
 from unisono_models.gan.loss import GAN
@@ -24,7 +24,7 @@ EVEN = (4,) * WORLD
 
 
 class Copies(TorchDispatchMode):
-    """What waits for the device: values that go from there to Python, or from Python's lists and numbers to there."""
+    """Records operations that make the host wait: copies between the device and the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,18 +57,18 @@ def test_stddev_stays_on_the_device(fake_world, sizes, group_size):
 
 @pytest.mark.parametrize("case", ["paired", "unconditional, groups of 2", "all terms", "all terms, vectors"])
 def test_steps_stay_on_the_device(fake_world, case):
-    """Without penalties: autograd's engine wants a real GPU."""
+    """Without penalties, since autograd's engine needs a real GPU."""
     model, loss, _ = CASES[case]
     config = ModelConfig(**SMALL, **model)
     with torch.device("cuda"):
-        game = GAN(config, LossConfig(**loss), size=8, channels=1, conditions=CLASSES if config.condition == "class" else WIDTH)
+        gan = GAN(config, LossConfig(**loss), size=8, channels=1, conditions=CLASSES if config.condition == "class" else WIDTH)
         rows = UNEVEN[RANK]
         ids = torch.zeros(rows, dtype=torch.int64)
         condition = {"class": ids, "none": None}.get(config.condition, torch.empty(rows, WIDTH))
         batch = Batch(torch.empty(rows, 1, 8, 8), condition, ids, torch.empty(rows, 8), UNEVEN, 3)
     with Copies() as copies:
-        fakes = game.generator(batch.noise, batch.condition)
-        for losses in (game.discriminator_step(batch, fakes), game.generator_step(batch, fakes)):
+        fakes = gan.generator(batch.noise, batch.condition)
+        for losses in (gan.discriminator_loss(batch, fakes), gan.generator_loss(batch, fakes)):
             assert all(value.device.type == "cuda" and value.shape == () for value in losses.values())
             assert losses["loss"].requires_grad
     assert copies.seen == []
