@@ -17,7 +17,7 @@ from unisono.collectives import count_bytes
 from unisono.contrastive import clip_loss, ntxent_loss, sigmoid_loss, supcon_loss
 from unisono.contrastive.tiled.columns import RingColumns
 from unisono.contrastive.tiled.logit_statistics import SavedForBackward, backward, forward
-from unisono.contrastive.tiled.sigmoid_sum import SumOptions, compute
+from unisono.contrastive.tiled.sigmoid_sum import compute
 from unisono.contrastive.tiled.tiles import TilePlan
 
 on_fake_cuda = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
@@ -86,10 +86,10 @@ def test_no_backward_waits_for_the_device(fake_world, exchange):
     """Autograd's engine wants a real GPU, so its one function that does the work is called by hand."""
     x, y, scale = features(32), features(32), torch.ones((), device="cuda")
     ids = torch.zeros(32, dtype=torch.int64, device="cuda")
-    plan, sizes = TilePlan(same_id_sums=True, exchange=exchange), (32,) * fake_world
-    found, kept = forward(x, y, scale, (ids, ids), plan, sizes, None, keep=True)
+    plan = TilePlan(same_id_sums=True, exchange=exchange, sizes=(32,) * fake_world)
+    found, kept = forward(x, y, scale, (ids, ids), plan, keep=True)
     for left in (kept, SavedForBackward([], [])):
-        grads = backward(x, y, scale, (ids, ids), found, found, left, plan, sizes, None)
+        grads = backward(x, y, scale, (ids, ids), plan, found, found, left)
         assert [grad.shape for grad in grads] == [x.shape, y.shape, ()]
         assert all(grad.device.type == "cuda" for grad in grads)
 
@@ -107,12 +107,12 @@ WHOLE_RING = RingColumns.__iter__
 def test_the_ring_of_4096_ranks_needs_little_memory(fake_world):
     rows = 1024
     x, y, scale = features(rows), features(rows), torch.ones((), device="cuda")
-    plan, sizes = TilePlan(exchange="auto"), (rows,) * fake_world
+    plan = TilePlan(exchange="auto", sizes=(rows,) * fake_world)
     with LiveBytes() as live, count_bytes() as traffic, mock.patch.object(RingColumns, "__iter__", first_blocks):
-        found, kept = forward(x, y, scale, None, plan, sizes, None, keep=True)
+        found, kept = forward(x, y, scale, None, plan, keep=True)
         assert kept == SavedForBackward([], [])
-        backward(x, y, scale, None, found, found, kept, plan, sizes, None)
-        compute(x, y, scale, scale, None, None, SumOptions(False, plan, sizes, None), True)
+        backward(x, y, scale, None, plan, found, found, kept)
+        compute(x, y, scale, scale, None, None, False, plan, True)
     assert live.most < 0.1 * 2**30, f"{live.most / 2**20:.0f} MiB"
     block = rows * WIDTH * 4
     assert 5 * 31 * block < traffic.sent < 5.2 * 33 * block, "y three times, its gradient twice"

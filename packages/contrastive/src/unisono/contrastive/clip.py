@@ -80,17 +80,9 @@ def clip_loss(
         problem = f"label_smoothing={label_smoothing!r} must be in [0, 1)"
     if hardness < 0:
         problem = f"hardness={hardness!r} must not be negative"
-    options = {
-        "same_id": same_id,
-        "label_smoothing": label_smoothing,
-        "decoupled": decoupled,
-        "hardness": hardness,
-        "direction": direction,
-        "exchange": exchange,
-        "tile": tile,
-        "grad_reduce": grad_reduce,
-        "logits": logits,
-    }
+    options: dict[str, object] = {"same_id": same_id, "label_smoothing": label_smoothing, "decoupled": decoupled}
+    options |= {"hardness": hardness, "direction": direction, "exchange": exchange, "tile": tile}
+    options |= {"grad_reduce": grad_reduce, "logits": logits}
     inputs = validate_inputs(
         "clip_loss",
         x,
@@ -124,11 +116,13 @@ def clip_loss(
         exchange=exchange,
         tile=tile,
         logits=logits,
+        sizes=inputs.sizes,
+        group=group,
     )
     row_and_column_ids = None
     if ids is not None:
         row_and_column_ids = ids, ids if negative_ids is None else torch.cat([ids, negative_ids.to(ids)])
-    statistics = logit_statistics(x, y, scale, row_and_column_ids, plan, inputs.sizes, group)
+    statistics = logit_statistics(x, y, scale, row_and_column_ids, plan)
 
     def anchor_losses(by_anchor: Tensor, anchors: Tensor, candidates: Tensor, count: Tensor | float) -> Tensor:
         """Compute the loss of each anchor from its statistics. `count`: of the candidates on all ranks."""

@@ -64,10 +64,16 @@ def ntxent_loss(
     samples = inputs.x.shape[0]
     anchors = torch.cat([inputs.x, inputs.y])
     candidates = torch.cat([inputs.y, inputs.x])
-    diagonals = (0, samples, -samples)
-    plan = TilePlan(excluded_diagonals=diagonals, columns=False, exchange=exchange, tile=tile, logits=logits)
-    doubled = None if inputs.sizes is None else tuple(2 * size for size in inputs.sizes)
-    statistics = logit_statistics(anchors, candidates, scale, None, plan, doubled, group)
+    plan = TilePlan(
+        excluded_diagonals=(0, samples, -samples),
+        columns=False,
+        exchange=exchange,
+        tile=tile,
+        logits=logits,
+        sizes=None if inputs.sizes is None else tuple(2 * size for size in inputs.sizes),
+        group=group,
+    )
+    statistics = logit_statistics(anchors, candidates, scale, None, plan)
     losses = softplus(statistics.rows[0] - statistics.diagonal, threshold=50)
     losses = rearrange(losses, "(view n) -> n view", view=2)
     loss = global_mean(losses, weights=weights, grad_reduce=grad_reduce, group=group)

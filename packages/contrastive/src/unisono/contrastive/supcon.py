@@ -72,8 +72,17 @@ def supcon_loss(
     )
     ids = None if inputs.ids is None else (inputs.ids, inputs.ids)
     scale = 1 / shared_scalar(temperature, group)
-    plan = TilePlan(columns=False, same_id_sums=True, diagonal=False, exchange=exchange, tile=tile, logits=logits)
-    statistics = logit_statistics(inputs.x, inputs.y, scale, ids, plan, inputs.sizes, group)
+    plan = TilePlan(
+        columns=False,
+        same_id_sums=True,
+        diagonal=False,
+        exchange=exchange,
+        tile=tile,
+        logits=logits,
+        sizes=inputs.sizes,
+        group=group,
+    )
+    statistics = logit_statistics(inputs.x, inputs.y, scale, ids, plan)
     log_sum = statistics.rows[0]
     positive_sum = statistics.rows[1]
     positive_count = statistics.rows[2].detach()

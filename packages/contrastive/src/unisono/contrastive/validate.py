@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ def validate_inputs(
     negatives: Tensor | None = None,
     sizes: Sequence[int] | None = None,
     group: Group = None,
-    options: dict[str, object],
+    options: Mapping[str, object],
     problem: str = "",
     names: tuple[str, str] = ("scale", "ids"),
 ) -> LossInputs:
@@ -116,7 +116,7 @@ def is_integral(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def _options_error(options: dict[str, object]) -> str:
+def _options_error(options: Mapping[str, object]) -> str:
     for name, choices in _CHOICES.items():
         if name in options and options[name] not in choices:
             return f"{name}={options[name]!r} is not one of {', '.join(map(repr, choices))}"
