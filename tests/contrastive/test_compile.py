@@ -1,11 +1,11 @@
-"""torch.compile(fullgraph=True) of a training step that holds the loss: the values and gradients of eager."""
+"""torch.compile(fullgraph=True) of a training step with a loss gives the values and gradients of eager mode."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.contrastive.loss_cases import CASES, SPLITS, close, differentiable, gradients, share, whole
+from tests.contrastive.loss_cases import CASES, SPLITS, close, differentiable, global_batch, gradients, local_batch
 from unisono import contrastive
 from unisono.contrastive import ClipLoss, SigmoidLoss
 
@@ -15,7 +15,7 @@ def compiled_losses_match_eager(backend, names):
     for name in names:
         torch._dynamo.reset()
         case = CASES[name]
-        mine = differentiable(share(whole(sum(sizes)), sizes, rank))
+        mine = differentiable(local_batch(global_batch(sum(sizes)), sizes, rank))
 
         def step(given, case=case):
             return case(given, getattr(contrastive, case.function))
@@ -61,7 +61,7 @@ def compiled_step(backend):
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     parameters = [*tower.parameters(), *losses.parameters()]
-    for rows in (3 + rank, 5, 4 - rank):  # other sizes in every step
+    for rows in (3 + rank, 5, 4 - rank):  # another size in every step
         generator = torch.Generator().manual_seed(10 * rows + rank)
         images, texts = (torch.randn(rows, 6, generator=generator, dtype=torch.float64) for _ in "xy")
         ids = torch.randint(0, 4, (rows,), generator=generator)
