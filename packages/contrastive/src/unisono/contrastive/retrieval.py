@@ -52,7 +52,7 @@ def retrieval_metrics(
         inputs = validate_inputs(
             "retrieval_metrics", x, y, ids=ids, sizes=sizes, group=group, options=options, problem=_ks_error(ks)
         )
-        plan = TilePlan((), same_id_sums=ids is not None, exchange=exchange, tile=tile, sizes=inputs.sizes, group=group)
+        plan = inputs.tile_plan(log_sum_exps=(), same_id_sums=ids is not None)
         with torch.autocast(inputs.x.device.type, enabled=False):
             ranks = _positive_ranks(_Scorer(inputs.x, inputs.y, inputs.ids, plan), inputs.y)
         all_ranks = all_gather(ranks, sizes=inputs.sizes, group=group).cpu()

@@ -12,7 +12,7 @@ from unisono.collectives.functional.reduce import scale_loss_gradient
 from unisono.contrastive.clip import GradReduce, SameId
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.sigmoid_sum import sigmoid_sum
-from unisono.contrastive.tiled.tiles import TilePlan, statistics_dtype
+from unisono.contrastive.tiled.tiles import statistics_dtype
 from unisono.contrastive.validate import number_error, shared_scalar, validate_inputs
 
 
@@ -56,7 +56,7 @@ def sigmoid_loss(
     inputs = validate_inputs(
         "sigmoid_loss", x, y, scale=scale, ids=ids, weights=weights, sizes=sizes, group=group, options=options, problem=problem
     )
-    plan = TilePlan(same_id_sums=ids is not None, exchange=exchange, tile=tile, sizes=inputs.sizes, group=group)
+    plan = inputs.tile_plan(same_id_sums=ids is not None)
     scale = shared_scalar(scale, group)
     bias = shared_scalar(bias, group)
     local_sum = sigmoid_sum(inputs.x, inputs.y, scale, bias, weights, inputs.ids, same_id == "masked", plan)
