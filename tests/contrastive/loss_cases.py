@@ -109,9 +109,9 @@ def local_batch(batch: dict[str, Tensor], sizes: tuple[int, ...], rank: int) -> 
     return {name: t if name in SHARED else t.split_with_sizes(list(sizes))[rank] for name, t in batch.items()}
 
 
-def gradients(loss: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def gradients(loss: Tensor, batch: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     names = [name for name, t in batch.items() if t.requires_grad]
-    found = torch.autograd.grad(loss, [batch[name] for name in names], materialize_grads=True)
+    found = torch.autograd.grad(loss, [batch[name] for name in names], materialize_grads=True, **options)
     return dict(zip(names, found, strict=True))
 
 
