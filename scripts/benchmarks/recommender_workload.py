@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono_models.recommender.config import ModelConfig
 from unisono_models.recommender.data.features import Feature
-from unisono_models.recommender.model.heads import Dlrm, HeadShape
+from unisono_models.recommender.model.heads import DLRM, HeadShape
 
 Case = Literal["one id", "bags"]
 CASES: dict[Case, tuple[int, ...]] = {"one id": (1,) * TABLES, "bags": POOLINGS}
@@ -18,7 +18,7 @@ CASES: dict[Case, tuple[int, ...]] = {"one id": (1,) * TABLES, "bags": POOLINGS}
 NUMBERS = 13
 CLICKS = 0.25  # of the rows
 DENSE_LR = 1e-3
-WIDTH = DIM - Dlrm.linear  # of the vectors: a row of a table has the weight of a linear term besides, if the head has such
+WIDTH = DIM - DLRM.linear  # of the vectors: a row of a table has the weight of a linear term besides, if the head has such
 MODEL = ModelConfig(kind="dlrm", dim=WIDTH, bottom=(512, 256), hidden=(512, 256), dropout=0.0, input_dropout=0.0)
 TINY = Setting(batch=16, divisor=1000)
 
@@ -55,11 +55,11 @@ class Workload:
         return round(sum(len(ids.unique()) for tables in self.ids for ids in tables) / BATCHES)
 
 
-def make_head() -> Dlrm:
+def make_head() -> DLRM:
     """The dense part: the same first weights on every rank and for every contender."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Dlrm(HeadShape(TABLES, WIDTH, NUMBERS, MODEL))
+        return DLRM(HeadShape(TABLES, WIDTH, NUMBERS, MODEL))
 
 
 def dense_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:
