@@ -117,9 +117,7 @@ def set_learning_rates(module: TrainingModule, optimizers: dict[str, torch.optim
     return config.optimizer.lr * factor
 
 
-def arrange_ddp_buckets(
-    model: torch.nn.Module, optimizers: dict[str, torch.optim.AdamW], batch: Batch, step: int
-) -> None:
+def arrange_ddp_buckets(model: torch.nn.Module, optimizers: dict[str, torch.optim.AdamW], batch: Batch, step: int) -> None:
     """Run a backward whose gradients are dropped, before a resumed step.
 
     DDP arranges its buckets in its first backward, and they decide how sums are rounded. The tables are frozen here, because
