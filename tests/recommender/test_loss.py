@@ -22,7 +22,7 @@ def plain_loss(users, items, log_q, ids):
     return F.cross_entropy(logits.masked_fill(same, -torch.inf), torch.arange(len(ids)))
 
 
-def test_retrieval_loss_is_its_formula():
+def test_retrieval_loss_matches_its_formula():
     users, items, log_q, ids = batch_of(9)
     assert len(ids.unique()) < 9
     torch.testing.assert_close(

@@ -48,7 +48,7 @@ def test_order_keeps_groups_together():
     assert (chunks.view(2, 12, 5).diff() != 1).any(-1).float().mean() > 0.5
 
 
-def test_order_goes_by_the_seed_and_refuses_nonsense():
+def test_order_depends_on_the_seed_and_rejects_bad_arguments():
     assert ChunkOrder(SIZES, batch=24, seed=0).slices(0, 0, 1) != ChunkOrder(SIZES, batch=24, seed=1).slices(0, 0, 1)
     with pytest.raises(ValueError, match="batch=0"):
         ChunkOrder(SIZES, batch=0, seed=0)
@@ -91,7 +91,7 @@ def test_batches_and_scans_do_not_depend_on_ranks(three_days):
         assert rows_of(joined) == whole and [skip.index for skip in joined.skipped] == [8]
 
 
-def test_some_blocks_and_no_rows(three_days):
+def test_chosen_chunks_and_no_rows(three_days):
     chunks = criteo_chunks(three_days)
     chosen = torch.tensor([5, 0, 2])
     stream = StreamingDataset(chunks, chosen, features=CLICK_FEATURES, ids="mapped", batch=100, seed=0)

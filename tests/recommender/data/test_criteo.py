@@ -64,13 +64,13 @@ def test_bad_lines_are_skipped_by_number_and_reason(tmp_path):
     assert Batch.cat(shares).skipped == chunks.read(3, 0, 4).skipped != ()
 
 
-def test_columns_not_asked_for_are_not_looked_at(tmp_path):
+def test_columns_that_are_not_features_are_not_parsed(tmp_path):
     path = write_lines(tmp_path / "a.tsv", [line(I1="x", C1="7", C2="zz")])
     assert read_all(criteo_chunks(path, [Feature("C1")])).ids["C1"].tolist() == [7]
     assert read_all(criteo_chunks(path, [])).labels.tolist() == [1]
 
 
-def test_many_lines_at_once_are_as_line_by_line():
+def test_parsing_all_lines_at_once_matches_line_by_line():
     draw = random.Random(0)
     whole, columns = 0, (list(range(1, 14)), list(range(14, 40)))
     for trial in range(60):
@@ -100,12 +100,12 @@ def test_many_lines_at_once_are_as_line_by_line():
         (Feature("C1", "ids"), "C1 to C26"),
     ],
 )
-def test_criteo_refuses_other_features(tmp_path, feature, words):
+def test_other_features_raise(tmp_path, feature, words):
     with pytest.raises(ValueError, match=words):
         criteo_chunks(write_lines(tmp_path / "a", [line()]), [feature])
 
 
-def naive_blocks(paths, every):
+def naive_chunks(paths, every):
     return [
         (file, b"".join(lines[k : k + every]), k)
         for file, path in enumerate(paths)
@@ -126,7 +126,7 @@ def test_index_has_every_line_once(tmp_path, every, monkeypatch):
     index = index_lines(paths, lines_per_chunk=every)
     places = [index.locate(chunk) for chunk in range(len(index.sizes))]
     found = [(p.file, paths[p.file].read_bytes()[p.start : p.stop], p.line) for p in places]
-    assert found == naive_blocks(paths, every)
+    assert found == naive_chunks(paths, every)
     assert index.sizes.tolist() == [len(text.splitlines()) for _, text, _ in found] and int(index.sizes.max()) <= every
     assert len(index_lines(paths[:1]).sizes) == len(index_lines([]).sizes) == 0
 
@@ -156,7 +156,7 @@ def test_ranks_share_the_index_and_agree(ranks, tmp_path):
     assert ranks(indexes, paths, 16, tmp_path / "gone", world_size=3) == [alone] * 3
 
 
-def test_compressed_and_changed_files_are_refused(tmp_path):
+def test_compressed_and_changed_files_raise(tmp_path):
     with pytest.raises(ValueError, match=r"day_0.gz: a compressed file cannot be .*: unpack it, or convert it to parquet"):
         index_lines([write_lines(tmp_path / "day_0.gz", ["x"])])
     path = write_lines(tmp_path / "day_0", [line()] * 9)

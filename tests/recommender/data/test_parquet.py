@@ -92,7 +92,7 @@ def test_bad_rows_of_parquet_are_skipped(tmp_path):
     ]
 
 
-def test_parquet_says_what_is_wrong(tmp_path, monkeypatch):
+def test_bad_parquet_raises(tmp_path, monkeypatch):
     path = write_parquet(tmp_path / "a.parquet", rows_per_group=99, label=[1] * 9, x=["a"] * 9, day=[0.5] * 9)
     assert (
         parquet(path, [], rows_per_chunk=2)

@@ -60,7 +60,7 @@ def test_bad_rows_are_skipped_with_their_lines(folder):
     assert len(ratings) == 4 and ratings.read == 8
 
 
-def test_kinds_are_those_of_the_header_unless_one_says_otherwise(folder):
+def test_kinds_come_from_the_header_unless_they_are_given(folder):
     ratings = read_ratings(folder, FEATURES, **COLUMNS, threshold=4)
     assert [feature.kind for feature in ratings.features] == ["id", "id", "id", "ids", "number", "number"]
     (folder / "x.item").write_text("item_id:token\tprices:float_seq\nJaws\t1 2\n")
@@ -70,7 +70,7 @@ def test_kinds_are_those_of_the_header_unless_one_says_otherwise(folder):
         read_ratings(folder, [Feature("user_id", "ids")], **COLUMNS, threshold=4)
 
 
-def test_a_trained_models_rows_outlast_changes_of_the_data(folder):
+def test_given_vocabularies_keep_their_rows(folder):
     """A new user would shift all rows behind it: known values keep theirs, new ones are unknown."""
     before = read_ratings(folder, FEATURES, **COLUMNS, threshold=4)
     (folder / "x.inter").write_text(FILES["x.inter"] + "aa\tBambi\t5\t1\n")
@@ -81,7 +81,7 @@ def test_a_trained_models_rows_outlast_changes_of_the_data(folder):
     assert not torch.equal(anew.users[:-1], before.users)
 
 
-def test_numbers_are_those_of_float32(folder):
+def test_numbers_beyond_float32_are_bad(folder):
     (folder / "x.item").write_text("item_id:token\tweight:float\nAlien\t1e39\nJaws\tabc\nHeat\t\n")
     ratings = read_ratings(folder, parse_features(["weight"]), **COLUMNS, threshold=4)
     assert ratings.columns["weight"][1].tolist() == [0, 0, 0, 0]
@@ -102,7 +102,7 @@ def test_numbers_are_those_of_float32(folder):
     ],
     ids=["no column", "twice", "no type", "empty", "two files"],
 )
-def test_files_that_are_none_are_refused(folder, change, expected):
+def test_files_that_are_not_atomic_raise(folder, change, expected):
     for name, text in change.items():
         (folder / name).write_text(text)
     with pytest.raises(ValueError, match=expected):
@@ -120,7 +120,7 @@ def test_movielens_has_the_rows_of_the_published_protocols():
     assert (len(general), len(general.users.unique()), len(general.items.unique())) == (836_478, 6_039, 3_628)
 
 
-def test_bags_of_rows():
+def test_take_ids_selects_bags():
     bags = Ragged.from_lists([[7, 8], [], [9]])
     taken = take_ids(bags, torch.tensor([2, 1, 0, 0]))
     assert taken.values.tolist() == [9, 7, 8, 7, 8] and taken.offsets.tolist() == [0, 1, 1, 3, 5]
@@ -128,6 +128,6 @@ def test_bags_of_rows():
 
 
 @pytest.mark.parametrize("text", ["", "a/b", "a:idz", "a:id:x", "a:id:1", "a:number:5", "a.b", "[0,3", "0,3", "(a,3)"])
-def test_bad_declarations_are_refused(text):
+def test_bad_features_and_intervals_raise(text):
     with pytest.raises(ValueError, match=r"[Ff]eature|interval"):
         in_intervals(torch.zeros(1), text) if "," in text else Feature.parse(text)

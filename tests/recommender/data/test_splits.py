@@ -8,7 +8,7 @@ import torch
 from unisono_models.recommender.data.splits import split_chunks, split_groups
 
 
-def counts_of(count, parts):
+def recbole_counts(count, parts):
     """RecBole's rounding, step by step."""
     counts = [int(count * part) for part in parts]
     counts[0] = count - sum(counts[1:])
@@ -22,14 +22,14 @@ def counts_of(count, parts):
 
 
 @pytest.mark.parametrize("parts", [(0.8, 0.1, 0.1), (0.7, 0.05, 0.25), (1.0, 0.0, 0.0)])
-def test_each_users_rows_are_split_by_themselves(parts):
+def test_rows_of_each_user_are_split_as_recbole_does(parts):
     sizes = [1, 2, 3, 4, 9, 10, 11, 29, 100, 0, 1]
     groups = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(0))]
     found = split_groups(groups, parts, seed=3)
     assert sorted(torch.cat(found).tolist()) == list(range(len(groups)))
     for group, size in enumerate(sizes):
-        assert [int((groups[part] == group).sum()) for part in found] == counts_of(size, parts)
+        assert [int((groups[part] == group).sum()) for part in found] == recbole_counts(size, parts)
     again, other = split_groups(groups, parts, seed=3), split_groups(groups, parts, seed=4)
     assert all(map(torch.equal, found, again)) and (parts[0] == 1 or not torch.equal(found[2], other[2]))
     with pytest.raises(ValueError, match="must be three shares that add up to 1"):
@@ -42,7 +42,7 @@ class Sizes:
     groups: torch.Tensor | None = None
 
 
-def test_held_out_blocks_are_disjoint_and_about_as_many_as_asked():
+def test_chunks_are_split_into_disjoint_parts_of_about_the_given_size():
     chunks = Sizes(torch.tensor([5, 3, 0, 8, 4] * 100))
     train, valid, test = split_chunks(chunks, 0.1, seed=0)
     filled = chunks.sizes.nonzero().squeeze(1).tolist()

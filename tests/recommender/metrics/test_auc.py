@@ -51,7 +51,7 @@ def area_of(sizes: list[int], rows: list[tuple[float, int]]) -> float:
 
 @fuzz
 @given(splits_of(st.tuples(st.integers(-4, 4) | st.floats(allow_nan=False), st.integers(0, 1))))
-def test_area_of_anything(case):
+def test_area_of_random_rows_matches_counting_pairs(case):
     sizes, rows = case
     expected = plain_area([s for s, _ in rows], [y for _, y in rows])
     assert all(same(found, expected) for found in run_ranks(area_of, sizes, rows, world_size=len(sizes)))
@@ -98,7 +98,7 @@ def test_click_metrics_match_plain_formulas(ranks, world_size, dtype):
         assert found["auc"] == expected["auc"]
 
 
-def test_far_logits_keep_their_digits():
+def test_log_loss_of_large_logits_is_precise():
     found = click_metrics(torch.tensor([-800.0, 30.0, torch.inf], dtype=torch.float64), torch.tensor([1, 1, 1]))
     assert found["log_loss"] == pytest.approx((800 + math.exp(-30)) / 3, rel=1e-15)
     right = click_metrics(torch.tensor([30.0, torch.inf, -torch.inf]), torch.tensor([1, 1, 0]))

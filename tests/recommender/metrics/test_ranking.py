@@ -138,7 +138,7 @@ def ranking_of(sizes: list[int], rows: list[tuple[list[int], list[int]]], ks: tu
         )
     )
 )
-def test_ranking_of_anything(case):
+def test_ranking_metrics_of_random_lists_match_plain_loops(case):
     sizes, rows = case
     expected = plain_ranking([found for found, _ in rows], [right for _, right in rows], (1, 2, 3))
     one = run_ranks(ranking_of, [len(rows)], rows[::-1], (1, 2, 3), world_size=1)[0]
@@ -147,7 +147,7 @@ def test_ranking_of_anything(case):
         assert all(map(same, found.values(), one.values()))  # the same bits, in any order too
 
 
-def test_perfect_lists_have_one_exactly():
+def test_perfect_lists_have_exactly_one():
     lists = torch.arange(100).repeat(50, 1)
     found = ranking_metrics(lists, Ragged.from_lists([list(range(1 + n * 2)) for n in range(50)]), ks=(10, 100))
     assert found["ndcg@10"] == found["ndcg@100"] == found["recall@100"] == found["mrr@10"] == 1

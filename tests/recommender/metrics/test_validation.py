@@ -42,15 +42,15 @@ def test_metrics_in_a_subgroup(ranks):
         assert ranking == found[0][2] and ranking == pytest.approx(plain_ranking(LISTS, RELEVANT, (1, 3)), rel=1e-14)
 
 
-def nothing_at_all() -> tuple[dict[str, float], dict[str, float]]:
+def metrics_without_rows() -> tuple[dict[str, float], dict[str, float]]:
     none = torch.empty(0)
     assert math.isnan(area_under_curve(none, none))
     lists = torch.zeros(2, 3, dtype=torch.int64)  # users without a relevant item
     return click_metrics(none, none), ranking_metrics(lists, Ragged.from_lists([[], []]), ks=(3,))
 
 
-def test_nothing_is_nan(ranks, world_size):
-    for clicks, ranking in ranks(nothing_at_all, world_size=world_size):
+def test_metrics_without_rows_are_nan(ranks, world_size):
+    for clicks, ranking in ranks(metrics_without_rows, world_size=world_size):
         assert clicks.pop("rows") == 0 == ranking.pop("users")
         assert len(clicks) == len(ranking) == 5 and all(map(math.isnan, [*clicks.values(), *ranking.values()]))
 
@@ -80,7 +80,7 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-def caught(name: str) -> str:
+def call_and_catch(name: str) -> str:
     with pytest.raises(ValueError) as error:
         BAD[name][0](int(dist.get_rank() == 1))
     assert len(all_gather(torch.ones(1))) == dist.get_world_size()  # the ranks are in step
@@ -89,6 +89,6 @@ def caught(name: str) -> str:
 
 @pytest.mark.parametrize("name", BAD)
 def test_metrics_reject_on_all_ranks(ranks, name):
-    messages = ranks(caught, name, world_size=3)
+    messages = ranks(call_and_catch, name, world_size=3)
     assert len(set(messages)) == 1 and BAD[name][1] in messages[0], messages[0]
     assert messages[0].startswith(("area_under_curve: ", "click_metrics: ", "ranking_metrics: "))

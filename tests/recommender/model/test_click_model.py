@@ -7,8 +7,8 @@ from unisono.embedding import Ragged
 from unisono_models.recommender.config import DataConfig, ModelConfig, TablesConfig
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.features import Feature
-from unisono_models.recommender.model.click_model import HEADS, ClickModel, table_width
-from unisono_models.recommender.model.heads import HeadInputs, HeadShape
+from unisono_models.recommender.model.click_model import ClickModel, table_width
+from unisono_models.recommender.model.heads import HEADS, HeadInputs, HeadShape
 from unisono_models.recommender.model.tables import EmbeddingTables
 
 FEATURES = (Feature("a", rows=7), Feature("n", "number"), Feature("b", "ids", rows=5))
@@ -34,7 +34,7 @@ def pairs(vectors):
     return [vectors[:, i] * vectors[:, j] for i in range(vectors.shape[1]) for j in range(i)]
 
 
-def test_machines_are_their_formulas():
+def test_lr_fm_and_deepfm_match_their_formulas():
     x = inputs()
     bias = 0.25
     for kind in ("lr", "fm", "deepfm"):
@@ -51,7 +51,7 @@ def test_machines_are_their_formulas():
         torch.testing.assert_close(head(x), expected)
 
 
-def test_crosses_are_their_formula():
+def test_dcn_matches_its_formula():
     x, head = inputs(), head_of("dcn", crosses=2)
     torch.nn.init.normal_(head.out.weight)
     vectors = x.vectors
@@ -66,15 +66,15 @@ def test_crosses_are_their_formula():
 
 
 @pytest.mark.parametrize("kind", ["deepfm", "dcn"])
-def test_deep_models_start_as_factorization_machines(kind):
-    """But for the sum of the vectors, which dcn has besides, and small random crosses."""
+def test_deepfm_and_dcn_start_as_factorization_machines(kind):
+    """Except for the sum of the vectors, which dcn adds, and small random crosses."""
     x, head = inputs(), head_of(kind, crosses=1)
     expected = sum(pairs(x.vectors)).sum(1) + x.weights.sum(1) + (x.vectors.sum((1, 2)) if kind == "dcn" else 0)
     assert (head(x) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 @pytest.mark.parametrize("numbers", [0, 2])
-def test_dlrm_is_its_formula(numbers):
+def test_dlrm_matches_its_formula(numbers):
     x, head = inputs(numbers), head_of("dlrm", numbers, bottom=(4,))
     torch.nn.init.normal_(head.top[-1].weight)
     vectors, beside = x.vectors, x.vectors.flatten(1)
@@ -86,7 +86,7 @@ def test_dlrm_is_its_formula(numbers):
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_every_parameter_learns_and_no_rows_are_fine(kind):
+def test_every_parameter_gets_a_gradient_with_and_without_rows(kind):
     """DDP refuses parameters without gradients; a rank may have no rows."""
     config = ModelConfig(kind, dim=4, hidden=(5,), dropout=0.1)
     tables = EmbeddingTables(

@@ -14,7 +14,7 @@ from unisono_models.recommender.model.two_tower import TwoTower
 FEATURES = (Feature("a", rows=7), Feature("b", "ids", rows=5))
 
 
-def test_towers_with_layers_learn_in_all_of_them():
+def test_every_layer_of_the_towers_gets_a_gradient():
     """Not so if their last layer started from zero, as it does beside a factorization machine."""
     config = ModelConfig("two_tower", dim=4, hidden=(5,), dropout=0.0, input_dropout=0.0, users=("a",), items=("b",))
     tables = EmbeddingTables([f for f in FEATURES if f.rows], width=4, init=0.1, config=TablesConfig(), data=DataConfig())

@@ -15,9 +15,10 @@ from unisono.embedding import Ragged, hash_strings
 from unisono_models.datasets.parquet import RowGroupReader
 from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.batch import Batch, Ids, empty_batch, take_ids
-from unisono_models.recommender.data.features import Feature
+from unisono_models.recommender.data.features import Feature, Kind
 
 NO_ID = -1
+_EXPECTED: dict[Kind, str] = {"id": "integers or strings", "ids": "lists of integers or strings", "number": "numbers"}
 
 
 class ParquetChunks:
@@ -125,13 +126,12 @@ class ParquetChunks:
 
     def _validate_columns(self, file: int) -> None:
         path, schema = self._reader.paths[file], self._reader.file(file).schema_arrow
-        wanted = [(self._label, is_number_type, "booleans or numbers")]
-        wanted += [(feature.name, *_TYPES[feature.kind]) for feature in self._features]
-        for name, fits, expected in wanted:
+        for name, kind in [(self._label, "number"), *((feature.name, feature.kind) for feature in self._features)]:
             if name not in schema.names:
                 raise ValueError(f"ParquetChunks: {path}: no column {name!r}; there are {', '.join(schema.names)}")
-            if not fits(kind := schema.field(name).type):
-                raise ValueError(f"ParquetChunks: {path}: column {name!r} is {kind}, expected {expected}")
+            column = schema.field(name).type
+            if not _fits(column, kind):
+                raise ValueError(f"ParquetChunks: {path}: column {name!r} is {column}, expected {_EXPECTED[kind]}")
 
 
 class _Chunk(NamedTuple):
@@ -147,38 +147,26 @@ class _Chunk(NamedTuple):
     """The row group, counted over all files."""
 
 
-def is_integer_type(kind: Any) -> bool:
+def _fits(column: Any, kind: Kind) -> bool:
+    """Whether a pyarrow type can be a feature of this kind."""
     from pyarrow import types  # type: ignore[import-untyped]
 
-    return bool(types.is_integer(kind) or types.is_boolean(kind))
+    if kind == "ids":
+        is_list = types.is_list(column) or types.is_large_list(column) or types.is_fixed_size_list(column)
+        return bool(is_list) and _fits(column.value_type, "id")
+    if kind == "id" and types.is_dictionary(column):
+        column = column.value_type
+    if _is_integer(column):
+        return True
+    if kind == "id":
+        return bool(types.is_string(column) or types.is_large_string(column) or types.is_string_view(column))
+    return bool(types.is_floating(column) or types.is_decimal(column))
 
 
-def is_id_type(kind: Any) -> bool:
+def _is_integer(column: Any) -> bool:
     from pyarrow import types
 
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    return is_integer_type(kind) or bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
-
-
-def is_bag_type(kind: Any) -> bool:
-    from pyarrow import types
-
-    lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return bool(lists) and is_id_type(kind.value_type)
-
-
-def is_number_type(kind: Any) -> bool:
-    from pyarrow import types
-
-    return is_integer_type(kind) or bool(types.is_floating(kind) or types.is_decimal(kind))
-
-
-_TYPES = {
-    "id": (is_id_type, "integers or strings"),
-    "ids": (is_bag_type, "lists of integers or strings"),
-    "number": (is_number_type, "numbers"),
-}
+    return bool(types.is_integer(column) or types.is_boolean(column))
 
 
 def read_ids(column: Any) -> Tensor:
@@ -192,12 +180,12 @@ def read_ids(column: Any) -> Tensor:
     import pyarrow.compute as pc  # type: ignore[import-untyped]
     from pyarrow import types
 
-    if is_integer_type(column.type):
+    if _is_integer(column.type):
         return torch.from_numpy(_read_integers(column))
     if not types.is_dictionary(column.type):
         column = pc.dictionary_encode(column)  # each string is hashed once
     distinct = column.dictionary
-    if is_integer_type(distinct.type):
+    if _is_integer(distinct.type):
         values = _read_integers(distinct)
     else:
         # Strings that are not UTF-8 get ids as well: as bytes they do not raise, and the escapes keep them apart.

@@ -119,14 +119,8 @@ class Ratings:
     def select(self, rows: Tensor) -> Ratings:
         """Keep only these rows. Vocabularies, and the columns of users and items, stay as they are."""
         columns = {name: (side, take_ids(x, rows) if side == "inter" else x) for name, (side, x) in self.columns.items()}
-        return replace(
-            self,
-            users=self.users[rows],
-            items=self.items[rows],
-            values=self.values[rows],
-            labels=self.labels[rows],
-            columns=columns,
-        )
+        users, items, values, labels = (x[rows] for x in (self.users, self.items, self.values, self.labels))
+        return replace(self, users=users, items=items, values=values, labels=labels, columns=columns)
 
 
 def _unknown_column(feature: Feature, rows: int) -> Ids:

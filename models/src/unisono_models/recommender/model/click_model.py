@@ -8,25 +8,8 @@ from torch import Tensor, nn
 from unisono_models.recommender.config import ModelConfig
 from unisono_models.recommender.data.batch import Batch, Ids
 from unisono_models.recommender.data.features import Feature
-from unisono_models.recommender.model.heads import (
-    DLRM,
-    DCNv2,
-    DeepFM,
-    FactorizationMachine,
-    Head,
-    HeadInputs,
-    HeadShape,
-    LogisticRegression,
-)
+from unisono_models.recommender.model.heads import HEADS, HeadInputs, HeadShape
 from unisono_models.recommender.model.tables import EmbeddingTables
-
-HEADS: dict[str, type[Head]] = {
-    "lr": LogisticRegression,
-    "fm": FactorizationMachine,
-    "deepfm": DeepFM,
-    "dcn": DCNv2,
-    "dlrm": DLRM,
-}
 
 
 def table_width(config: ModelConfig) -> int:

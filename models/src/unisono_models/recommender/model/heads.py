@@ -176,6 +176,15 @@ class DLRM(Head):
         return logits + deep.squeeze(1)
 
 
+HEADS: dict[str, type[Head]] = {
+    "lr": LogisticRegression,
+    "fm": FactorizationMachine,
+    "deepfm": DeepFM,
+    "dcn": DCNv2,
+    "dlrm": DLRM,
+}
+
+
 def sum_of_pairs(vectors: Tensor) -> Tensor:
     """Add up the dot products of all pairs of a row's vectors: (rows, fields, dim) to (rows,).
 
