@@ -37,7 +37,7 @@ def test_registered_dataset_is_found_by_its_name(folder, monkeypatch):
     DATASETS.register("movies")(lambda: DatasetFiles(str(folder), notes=("ours",)))
     data = DataConfig("movies", features=("user_id", "genre"), keep="[0,inf)", parts=(1.0, 0.0, 0.0))
     datasets = build_datasets(data, seed=0, ranks=ALONE)
-    assert datasets.train.rows == 4 and datasets.notes == ("ours",) and datasets.ratings.path.parent == folder
+    assert datasets.train.rows == 5 and datasets.notes == ("ours",) and datasets.ratings.path.parent == folder
 
 
 def test_ranks_share_every_batch_and_every_row(folder):
