@@ -16,14 +16,14 @@ class DataConfig:
     """The data: interactions of users with items, or rows of clicks."""
 
     source: str = "ml-1m"
-    """The name of a dataset (ml-1m and ml-100k come with pip packages), a folder of RecBole's atomic files, or click logs in
-    Criteo's TSV or parquet: a file, a folder, or a pattern such as '/data/day_{0..22}'."""
+    """The name of a dataset (ml-1m and ml-100k come with pip packages), a folder of RecBole's atomic files, or click logs.
+    Click logs are in Criteo's TSV or in parquet: a file, a folder, or a pattern such as '/data/day_{0..22}'."""
     format: Literal["auto", "atomic", "criteo", "parquet"] = "auto"
     """The format of the files. auto tells it by their names: .inter is atomic, .parquet is parquet, all others are criteo."""
     features: tuple[str, ...] = MOVIELENS_FEATURES
-    """The columns that the model takes as inputs: NAME:id, NAME:ids for a bag of ids, or NAME:number. A plain NAME takes the
-    kind from the header of an atomic file. Streamed data needs NAME:id:ROWS, with the rows of the embedding table. Numbers of
-    atomic files and parquet are used as they are: scale them beforehand."""
+    """The columns that the model takes as inputs: NAME:id, NAME:ids for a bag of ids, or NAME:number.
+    A plain NAME takes its kind from the header of an atomic file. Streamed data needs NAME:id:ROWS, the rows of the table.
+    Numbers of atomic files and parquet are used as they are: scale them beforehand."""
     user: str = "user_id"
     """The column of the user, in atomic files."""
     item: str = "item_id"
@@ -43,8 +43,8 @@ class DataConfig:
     test: str = ""
     """Test on these files instead, such as the last day. For streamed data."""
     ids: Literal["hashed", "mapped"] = "hashed"
-    """How ids of streamed data get rows of their table. hashed: by a hash; several ids may share a row. mapped: each id gets
-    its own row when it has been seen `seen` times."""
+    """How ids of streamed data get rows of their table. hashed: by a hash; several ids may share a row.
+    mapped: each id gets its own row when it has been seen `seen` times."""
     seen: int = 1
     """With ids=mapped: how often an id has to be seen before it gets a row."""
     eviction: Literal["none", "least_recent", "least_frequent"] = "none"

@@ -34,7 +34,7 @@ class Options:
 
     run: Annotated[Path, tyro.conf.Positional]
     """The directory of the run."""
-    part: Literal["test", "valid"] = "test"
+    split: Literal["test", "valid"] = "test"
     """The split to evaluate on."""
     source: str = ""
     """Evaluate on these files, of the same format, instead of the data of the run."""
@@ -50,7 +50,7 @@ def evaluate_run(options: Options, ranks: Ranks) -> tuple[dict[str, float], dict
         vocabularies = read_vocabularies(export)
         summary = options.run / "summary.json"
         saved = json.loads(summary.read_text()) if summary.exists() else {}
-    if options.source and data.test and options.part == "test":
+    if options.source and data.test and options.split == "test":
         data = replace(data, test=options.source)
     elif options.source:
         data = replace(data, source=options.source)
@@ -60,7 +60,7 @@ def evaluate_run(options: Options, ranks: Ranks) -> tuple[dict[str, float], dict
     module = build_training_module(config, datasets, dtype=dtype, device=ranks.device)
     load_weights(module.model, weights)
     evaluator = Evaluator(module, datasets, ranks, dtype=dtype, max_broken=data.max_broken)
-    return evaluator(options.part), saved
+    return evaluator(options.split), saved
 
 
 def main(args: Sequence[str] | None = None) -> None:
