@@ -94,7 +94,7 @@ def complaint(directory, *args):
 
 def test_too_many_broken_pictures_stop_the_run(run):
     _, found = run("--data.max-broken", "0.02", body=complaint)
-    assert found[0] == found[1] and "This is more than the 0.02 of them that may be" in found[0]
+    assert found[0] == found[1] and "This is more than the allowed fraction of 0.02" in found[0]
 
 
 @pytest.mark.parametrize(

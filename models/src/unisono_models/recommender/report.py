@@ -78,7 +78,7 @@ def write_run_report(
         run,
         title="A recommender on sharded tables",
         intro=_introduction(config, evaluator),
-        pictures=images,
+        images=images,
         tables=tables,
         notes=[skip_note, *datasets.notes],
         summary=metrics,
