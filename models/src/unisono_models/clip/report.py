@@ -213,7 +213,7 @@ def conclude(
         run,
         title="A contrastive learner of pictures and captions",
         intro=_intro(config, source),
-        pictures=pictures,
+        images=pictures,
         tables={"Retrieval on held-out data": rows},
         notes=[broken, *source.notes],
         summary={**figures, **floor},

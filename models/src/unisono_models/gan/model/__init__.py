@@ -1,0 +1,1 @@
+"""The generator and the discriminator, and what is made with a trained generator."""

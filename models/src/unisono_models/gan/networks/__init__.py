@@ -1,1 +1,0 @@
-"""The two networks, from the blocks they share."""

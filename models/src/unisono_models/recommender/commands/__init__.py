@@ -1,0 +1,1 @@
+"""The commands other than train, one module each."""

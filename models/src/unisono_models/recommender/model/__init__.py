@@ -1,0 +1,1 @@
+"""The models: embedding tables, click models with their heads, two towers."""
