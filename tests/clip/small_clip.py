@@ -4,7 +4,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from unisono_models.clip.config import ClipConfig, ImageConfig, ObjectiveConfig, TextConfig
-from unisono_models.clip.loss import Learner
+from unisono_models.clip.loss import ClipTrainingModule
 from unisono_models.clip.model import Clip
 from unisono_models.clip.model.tokenizer import CaptionTokenizer
 from unisono_models.training.randomness import SampleDropout
@@ -29,15 +29,15 @@ def small_tokenizer() -> CaptionTokenizer:
     return CaptionTokenizer(tokenizer, tokens=16)
 
 
-def small_learner(objective: ObjectiveConfig, **text) -> Learner:
+def small_training_module(objective: ObjectiveConfig, **text) -> ClipTrainingModule:
     torch.manual_seed(0)
     config = small_config(**text)
-    learner = Learner(Clip(config, small_tokenizer()), objective).double()
+    learner = ClipTrainingModule(Clip(config, small_tokenizer()), objective).double()
     assert sum(isinstance(layer, SampleDropout) for layer in learner.modules()) >= 4
     return learner
 
 
-def small_batch(learner: Learner, rows: slice, *, step: int = 0) -> dict:
+def small_batch(learner: ClipTrainingModule, rows: slice, *, step: int = 0) -> dict:
     """Some rows of a global batch of seven, as the loop makes it. Two of them are of one concept."""
     random = torch.Generator().manual_seed(1)
     images, views = torch.rand(2, 7, 3, 16, 16, generator=random, dtype=torch.float64)

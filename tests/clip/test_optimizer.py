@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.clip.small_clip import BERT, small_learner
+from tests.clip.small_clip import BERT, small_training_module
 from unisono_models.clip.config import ImageConfig, ObjectiveConfig, OptimizerConfig, TextConfig
 from unisono_models.clip.model.towers import ImageTower, TextTower
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
@@ -50,7 +50,7 @@ class Towers(nn.Module):
 
 
 def test_vectors_and_scalars_do_not_decay():
-    learner = small_learner(ObjectiveConfig(loss="sigmoid"))
+    learner = small_training_module(ObjectiveConfig(loss="sigmoid"))
     found = settings_of(learner, OptimizerConfig(weight_decay=0.2))
     shapes = {name: tuple(p.shape) for name, p in learner.named_parameters()}
     assert found.keys() == shapes.keys()
@@ -61,7 +61,7 @@ def test_vectors_and_scalars_do_not_decay():
 
 
 def test_layers_of_a_vit_and_a_bert_learn_by_their_depth():
-    learner = small_learner(ObjectiveConfig())
+    learner = small_training_module(ObjectiveConfig())
     blocks, layers = len(learner.clip.image.trunk.blocks), len(learner.clip.text.trunk.encoder.layer)
     assert (blocks, layers) == (6, 2)
     image = {"cls_token": -1, "pos_embed": -1, "patch_embed.": -1, "norm.": blocks, "fc_norm.": blocks}
@@ -95,7 +95,7 @@ def test_layers_of_a_convnext_and_a_llama_learn_by_their_depth():
 
 
 def test_frozen_parameters_are_absent():
-    learner = small_learner(ObjectiveConfig(), frozen=True)
+    learner = small_training_module(ObjectiveConfig(), frozen=True)
     learner.clip.image.trunk.patch_embed.requires_grad_(False)
     found = settings_of(learner)
     assert found.keys() == {name for name, p in learner.named_parameters() if p.requires_grad}
@@ -152,7 +152,7 @@ def test_learning_rate_of_short_runs():
 
 
 def test_lower_layers_keep_their_part_of_the_learning_rate():
-    learner = small_learner(ObjectiveConfig())
+    learner = small_training_module(ObjectiveConfig())
     optimizer = make_optimizer(learner, CONFIG)
     for step in (0, 5, 50):
         top = set_learning_rate(optimizer, CONFIG, step, 100)
@@ -162,7 +162,7 @@ def test_lower_layers_keep_their_part_of_the_learning_rate():
 
 def groups_after(kind, options):
     """By names without what wrappers add to them; and the learning rate of a step."""
-    learner = small_learner(ObjectiveConfig())
+    learner = small_training_module(ObjectiveConfig())
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
     parallelize(learner, ParallelConfig(kind, **options), ranks)
     found = {name.replace("._checkpoint_wrapped_module", ""): value for name, value in settings_of(learner).items()}
@@ -171,6 +171,6 @@ def groups_after(kind, options):
 
 @pytest.mark.parametrize(("kind", "options"), [("ddp", {"checkpoint_activations": True}), ("fsdp", {})])
 def test_groups_do_not_depend_on_ranks(ranks, kind, options):
-    learner = small_learner(ObjectiveConfig())
+    learner = small_training_module(ObjectiveConfig())
     expected = settings_of(learner), set_learning_rate(make_optimizer(learner, CONFIG), CONFIG, 3, 10)
     assert ranks(groups_after, kind, options, world_size=2) == [expected] * 2

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from unisono_models.clip.config import Config
-from unisono_models.clip.data.dataset import open_source
-from unisono_models.clip.data.loader import Batches, load_steps
-from unisono_models.clip.evaluate import Encoder, evaluate
-from unisono_models.clip.loss import Learner, backward
+from unisono_models.clip.data.dataset import open_dataset
+from unisono_models.clip.data.loader import BatchMaker, load_steps
+from unisono_models.clip.evaluate import Encoder, evaluate, list_test_captions
+from unisono_models.clip.loss import ClipTrainingModule, backward
 from unisono_models.clip.model import Clip
-from unisono_models.clip.model.feature_cache import CaptionFeatures, PictureFeatures, tested_captions
-from unisono_models.clip.model.tokenizer import shared_tokenizer
+from unisono_models.clip.model.feature_cache import CaptionFeatures, ImageFeatures
+from unisono_models.clip.model.tokenizer import load_or_make_tokenizer
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
 from unisono_models.clip.recipes import RECIPES
-from unisono_models.clip.report import conclude
+from unisono_models.clip.report import finish_run
 from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.training.checkpoint.manager import Checkpoints
 from unisono_models.training.distributed.launch import Ranks, start_ranks
@@ -42,30 +42,35 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heart
     """One run, from its data to its report."""
     run = open_run(config, model="clip", recipe=recipe, ranks=ranks)
     seed, steps, size = config.run.seed, config.run.steps, config.model.image.size
-    source = open_source(config.data, size=size, seed=seed, ranks=ranks)
+    dataset = open_dataset(config.data)
+    source = dataset.build(size=size, seed=seed, ranks=ranks)
 
     torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
-    tokenizer = shared_tokenizer(config.model.text, source.captions, run.path / "tokenizer.json", ranks)
-    learner = Learner(Clip(config.model, tokenizer), config.objective).to(ranks.device, parameter_dtype(config.parallel))
+    tokenizer = load_or_make_tokenizer(config.model.text, source.captions, run.path / "tokenizer.json", ranks)
+    learner = ClipTrainingModule(Clip(config.model, tokenizer), config.objective).to(
+        ranks.device, parameter_dtype(config.parallel)
+    )
     read_text: Callable[[Sequence[str]], Tensor] = tokenizer
-    if config.model.text.frozen and source.complete:
-        read_text = CaptionFeatures(learner.clip, source.captions, tested_captions(source), ranks, heartbeat)
+    if config.model.text.frozen and source.captions_complete:
+        read_text = CaptionFeatures(learner.clip, source.captions, list_test_captions(source.tests), ranks, heartbeat)
+    train_pairs = source.train
     pictures = None
     if config.model.image.frozen and config.model.image.views:
-        pictures = PictureFeatures(learner.clip, source.train, config.augment, seed, ranks, heartbeat)
+        pictures = ImageFeatures(learner.clip, source.train, config.augment, seed, ranks, heartbeat)
+        train_pairs = pictures.without_images(source.train)
     model = parallelize(learner, config.parallel, ranks)
     optimizer = make_optimizer(learner, config.optimizer)
 
     order = StepSampler(len(source.train), config.data.batch, seed, source.weights)
     views = config.objective.view_weight > 0
-    batches = Batches(read_text, pictures, config.augment, seed, ranks.device, parameter_dtype(config.parallel), views)
+    batches = BatchMaker(read_text, pictures, config.augment, seed, ranks.device, parameter_dtype(config.parallel), views)
     encoder = Encoder(model, read_text, ranks, heartbeat, size, parameter_dtype(config.parallel))
     with Checkpoints(run.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout) as checkpoints:
         first, state = checkpoints.load(model, optimizer) or (0, {})
         skipped = SkipReport(before=state.get("skipped"))
         last, figures = steps if config.run.stop_after is None else min(steps, config.run.stop_after), None
         shares = load_steps(
-            source.train,
+            train_pairs,
             lambda step: order.share(step, ranks.rank, ranks.size).tolist(),
             size,
             first=first,
@@ -115,7 +120,7 @@ def train(recipe: str, config: Config, ranks: Ranks, stopping: StopSignal, heart
             if figures is None:  # an earlier start came as far as this
                 figures = evaluate(encoder, source.tests)
                 log.evaluation(steps - 1, figures)
-        conclude(run, config, learner, encoder, source, figures, skipped)
+        finish_run(run, config, learner, encoder, dataset, source, figures, skipped)
 
 
 if __name__ == "__main__":

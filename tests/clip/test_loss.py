@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.clip.small_clip import small_batch, small_learner
+from tests.clip.small_clip import small_batch, small_training_module
 from unisono_models.clip.config import ObjectiveConfig, OptimizerConfig
 from unisono_models.clip.loss import backward
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
@@ -33,7 +33,7 @@ PARALLEL = {
 
 def train(objective, parallel, rows, ranks, text):
     """Three steps; the losses of each, and the parameters in the end."""
-    learner = small_learner(OBJECTIVES[objective], **text)
+    learner = small_training_module(OBJECTIVES[objective], **text)
     batches = [small_batch(learner, rows, step=step) for step in range(3)]
     model = parallelize(learner, PARALLEL[parallel], ranks)
     config = OptimizerConfig(lr=0.01, layer_decay=0.8)

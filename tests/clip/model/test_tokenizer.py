@@ -13,7 +13,7 @@ import transformers
 
 from tests.clip.small_clip import BERT, CAPTIONS, small_tokenizer
 from unisono_models.clip.config import TextConfig
-from unisono_models.clip.model.tokenizer import CaptionTokenizer, make_tokenizer, shared_tokenizer
+from unisono_models.clip.model.tokenizer import CaptionTokenizer, load_or_make_tokenizer, make_tokenizer
 from unisono_models.training.distributed.launch import start_ranks
 from unisono_models.training.distributed.object_collectives import RanksError
 
@@ -24,11 +24,11 @@ ANOTHER = """
 import hashlib, json, sys, torch
 from pathlib import Path
 from unisono_models.clip.config import TextConfig
-from unisono_models.clip.model.tokenizer import shared_tokenizer
+from unisono_models.clip.model.tokenizer import load_or_make_tokenizer
 from unisono_models.training.distributed.launch import Ranks
 folder, alone = Path(sys.argv[1]), Ranks(0, 1, 0, torch.device("cpu"))
 texts = json.loads((folder / "texts.json").read_text())
-made = shared_tokenizer(TextConfig(vocabulary=400), texts, folder / "tokenizer.json", alone).to_json()
+made = load_or_make_tokenizer(TextConfig(vocabulary=400), texts, folder / "tokenizer.json", alone).to_json()
 print(hashlib.sha256(made.encode()).hexdigest())
 """
 TEXTS = [f"{one} {WORDS[(7 * place) % len(WORDS)]}, é 東京 ❤" for place, one in enumerate(WORDS)] + CAPTIONS
@@ -137,7 +137,7 @@ def test_from_json_rejects_what_is_no_tokenizer():
 def shares(path, captions):
     """Each rank has captions of its own, as if their files had been read in another order."""
     with start_ranks() as ranks:
-        tokenizer = shared_tokenizer(TextConfig(vocabulary=200, tokens=9), captions[ranks.rank :], path, ranks)
+        tokenizer = load_or_make_tokenizer(TextConfig(vocabulary=200, tokens=9), captions[ranks.rank :], path, ranks)
         return tokenizer.to_json(), tokenizer(CAPTIONS).tolist()
 
 
@@ -158,12 +158,14 @@ def test_shared_tokenizer_is_rank_0_s_on_all_ranks_and_after_a_restart(ranks, tm
 def fails_alike(path):
     with start_ranks() as ranks:
         config = replace(MINILM, model="")
-        with pytest.raises(RanksError, match=r"shared_tokenizer: rank 0: ValueError: text.tokenizer=model needs a text.model"):
-            shared_tokenizer(config, [], path, ranks)
+        with pytest.raises(
+            RanksError, match=r"load_or_make_tokenizer: rank 0: ValueError: text.tokenizer=model needs a text.model"
+        ):
+            load_or_make_tokenizer(config, [], path, ranks)
         path.parent.mkdir(exist_ok=True)
         path.write_text("damaged")
         with pytest.raises(ValueError, match="not a tokenizer"):
-            shared_tokenizer(TextConfig(), [], path, ranks)
+            load_or_make_tokenizer(TextConfig(), [], path, ranks)
 
 
 def test_what_fails_on_rank_0_fails_on_all_ranks(ranks, tmp_path):

@@ -22,9 +22,9 @@ from tests.contrastive.test_scale import LiveBytes, first_blocks, on_fake_cuda
 from unisono.collectives import count_bytes
 from unisono.contrastive.blocks import Circling
 from unisono_models.clip.config import Config
-from unisono_models.clip.data.loader import Batches
+from unisono_models.clip.data.loader import BatchMaker
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.clip.loss import Learner
+from unisono_models.clip.loss import ClipTrainingModule
 from unisono_models.clip.model import Clip
 from unisono_models.clip.model.tokenizer import CaptionTokenizer
 from unisono_models.clip.recipes import RECIPES
@@ -36,14 +36,16 @@ RANK, ROWS, HOST = 17, 128, 8  # this rank; pairs on each; ranks of a host
 
 
 @cache
-def built(name: str) -> Learner:
+def built(name: str) -> ClipTrainingModule:
     """The learner of a recipe on the meta device. Not to be changed."""
     config = RECIPES[name]
     words = {f"w{number}": number for number in range(config.model.text.vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     with torch.device("meta"):
-        return Learner(Clip(config.model, CaptionTokenizer(tokenizer, tokens=config.model.text.tokens)), config.objective)
+        return ClipTrainingModule(
+            Clip(config.model, CaptionTokenizer(tokenizer, tokens=config.model.text.tokens)), config.objective
+        )
 
 
 def parameters(module: torch.nn.Module) -> int:
@@ -74,11 +76,11 @@ def without_data() -> Iterator[None]:
         yield
 
 
-def make_batch(config: Config, learner: Learner, device: torch.device) -> dict:
+def make_batch(config: Config, learner: ClipTrainingModule, device: torch.device) -> dict:
     """A rank's batch of a step, from what the readers give to what the learner takes."""
     size, numbers = config.model.image.size, torch.arange(ROWS)
     pairs = PairBatch(torch.zeros(ROWS, 3, size, size, dtype=torch.uint8), ["w1 w2 w3"] * ROWS, numbers, numbers)
-    batches = Batches(learner.clip.tokenizer, None, config.augment, 0, device, parameter_dtype(config.parallel), False)
+    batches = BatchMaker(learner.clip.tokenizer, None, config.augment, 0, device, parameter_dtype(config.parallel), False)
     return batches.make(pairs, step=3, epoch=0)
 
 
