@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.contrastive.test_scale import LiveBytes, first_blocks, on_fake_cuda
+from tests.contrastive.test_fake_cuda import LiveBytes, first_blocks, on_fake_cuda
 from unisono.collectives import count_bytes
-from unisono.contrastive.blocks import Circling
+from unisono.contrastive.tiled.columns import RingColumns
 from unisono_models.clip.config import Config
 from unisono_models.clip.data.loader import BatchMaker
 from unisono_models.clip.data.pairs import PairBatch
@@ -70,7 +70,7 @@ def without_data() -> Iterator[None]:
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
         mock.patch("torch.cuda.is_bf16_supported", return_value=True),
-        mock.patch.object(Circling, "__iter__", first_blocks),
+        mock.patch.object(RingColumns, "__iter__", first_blocks),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield

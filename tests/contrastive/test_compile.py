@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.contrastive.whole_batch import CASES, SPLITS, close, differentiable, gradients, share, whole
+from tests.contrastive.loss_cases import CASES, SPLITS, close, differentiable, gradients, share, whole
 from unisono import contrastive
 from unisono.contrastive import ClipLoss, SigmoidLoss
 

@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.contrastive import plain_formulas
-from tests.contrastive.whole_batch import SPLITS, close
-from unisono.contrastive import ClipLoss, SigmoidLoss, clip_loss, sigmoid_loss
+from tests.contrastive.loss_cases import SPLITS, close
+from unisono.contrastive import ClipLoss, SigmoidLoss, clip_loss, reference, sigmoid_loss
 
 
 class TwoTowers(nn.Module):
@@ -45,9 +44,10 @@ def trained_alone(loss_class, images, texts, ids):
         optimizer.zero_grad()
         x, y = model(images, texts)
         if loss_class is ClipLoss:
-            value = plain_formulas.clip(x, y, loss.log_scale.exp().squeeze(), ids=ids, same_id="masked")
+            value = reference.clip_loss(x, y, loss.log_scale.exp().squeeze(), ids=ids, same_id="masked")
         else:
-            value = plain_formulas.sigmoid(x, y, loss.log_scale.exp().squeeze(), loss.bias.squeeze(), ids, "masked")
+            scale, bias = loss.log_scale.exp().squeeze(), loss.bias.squeeze()
+            value = reference.sigmoid_loss(x, y, scale, bias, ids=ids, same_id="masked")
         value.backward()
         optimizer.step()
     return {name: p.detach() for name, p in [*model.named_parameters(), *loss.named_parameters()]}, value.detach()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.contrastive.rejections import caught
+from tests.contrastive.bad_calls import caught
 from unisono.collectives import checked
 from unisono.collectives.testing import run_ranks
 from unisono.contrastive.retrieval import retrieval_metrics
@@ -251,7 +251,7 @@ def test_retrieval_rejects_on_all_ranks(ranks, name):
         ({"exchange": "tree"}, "exchange='tree' is not one of"),
         ({"tile": 0}, "tile=0 must be a positive"),
         ({"ks": 5}, "ks=5 must be a sequence of positive integers"),
-        ({"sizes": [2]}, r"sizes=\(2,\) promises 2 rows"),
+        ({"sizes": [2]}, r"sizes=\(2,\) expects 2 rows on this rank"),
     ],
 )
 def test_retrieval_rejects(options, message):

@@ -70,7 +70,6 @@ def plans(size: int) -> list:
         "row",
         "column",
         "table",
-        "grid",
         "replicated",
         {t.name: every[(3 * k + 1) % len(every)] for k, t in enumerate(TABLES)},
     ]
@@ -114,7 +113,7 @@ def test_weights_of_one_process_load_directly(ranks):
 
 def weight_is_a_dtensor() -> None:
     size = dist.get_world_size()
-    for name in ("row", "row, turned", "column", "grid", "grid, turned"):
+    for name in ("row", "row, turned", "column", "column of rows"):
         torch.manual_seed(0)
         dense = nn.Embedding(ROWS, DIM, dtype=torch.float64)
         module = ShardedEmbedding.from_dense(dense, layouts(size)[name])

@@ -96,7 +96,6 @@ def plans(size: int) -> list:
         "row",
         "column",
         "table",
-        "grid",
         "replicated",
         {table.name: every[k % len(every)] for k, table in enumerate(TABLES)},
         {table.name: every[(2 * k + 3) % len(every)] for k, table in enumerate(TABLES)},

@@ -16,6 +16,7 @@ from unisono.embedding import (
     ShardedEmbeddingBag,
     Table,
 )
+from unisono.embedding.sharding.layouts import RowLayout, TableLayout
 
 IDS, OFFSETS, WEIGHTS = torch.tensor([1, 5, 2]), torch.tensor([0, 2]), torch.ones(3)
 BAGS = Ragged(IDS, torch.tensor([0, 2, 3]))
@@ -257,18 +258,17 @@ A, B = Table("a", 5, 2), Table("b", 5, 2)
     ("call", "text"),
     [
         (lambda: ShardedEmbedding(5, 2, plan="rows"), "ShardedEmbedding: plan='rows' is neither a Layout nor one of 'row',"),
-        (lambda: ShardedEmbedding(5, 2, plan=Layout.row([0, 1])), r"ranks=\(\(0,\), \(1,\)\) must be different ranks below 1"),
+        (lambda: ShardedEmbedding(5, 2, plan=Layout.row([0, 1])), r"ranks=\(0, 1\) must be different ranks below 1"),
         (lambda: ShardedEmbedding(5, 2, plan=Layout.column([0, 0])), "must be different ranks below 1"),
         (lambda: ShardedEmbedding(5, 2, plan=Layout.table(3)), "must be different ranks below 1"),
-        (lambda: ShardedEmbedding(5, 2, plan=Layout.row([])), "must be rows of equal length, with one rank at least"),
-        (lambda: ShardedEmbedding(5, 2, plan=Layout.grid([[0, 1], [2]])), "must be rows of equal length"),
-        (lambda: ShardedEmbedding(5, 2, plan=Layout("heap")), "kind='heap' is not one of 'row', 'column', "),
+        (lambda: ShardedEmbedding(5, 2, plan=Layout.row([])), "must have one rank at least"),
+        (lambda: ShardedEmbedding(5, 2, plan="grid"), "plan='grid' is gone, .* choose one of 'row', 'column', "),
         (lambda: ShardedEmbedding(5, 2, plan=Layout.table(answers="sums")), "answers='sums' is neither 'rows' nor 'bags'"),
         (
-            lambda: ShardedEmbedding(5, 2, plan=Layout("row", answers="bags")),
+            lambda: ShardedEmbedding(5, 2, plan=RowLayout(answers="bags")),
             "answers='bags' needs all rows of the table on one",
         ),
-        (lambda: ShardedEmbedding(5, 2, plan=Layout("column", ((0,), (1,)))), "does not fit kind='column'"),
+        (lambda: ShardedEmbedding(5, 2, plan=TableLayout((0, 1))), "does not fit kind='table', which lies on one rank"),
         (lambda: ShardedEmbedding(5, 2, max_norm=1.0, norm_type=0.0), "norm_type=0.0 must be positive"),
         (lambda: ShardedEmbedding(5, 2, grad_reduce="avg"), "ShardedEmbedding: grad_reduce='avg' is neither 'mean' nor 'sum'"),
         (lambda: ShardedEmbedding(5, 2, padding_idx=5), "padding_idx=5 must be within the 5 rows"),

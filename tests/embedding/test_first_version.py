@@ -19,11 +19,11 @@ from unisono.embedding import (
     ShardedEmbedding,
     ShardedEmbeddingBag,
     Table,
-    gradients,
-    grouping,
-    requests,
 )
-from unisono.embedding.families import Address
+from unisono.embedding.lookup import input_dist, kernels
+from unisono.embedding.optimizers import ParameterGradients
+from unisono.embedding.sharding.layouts import LAYOUTS
+from unisono.embedding.sharding.table_groups import RowNumbering
 
 
 def make(plan: str, **options: Any) -> EmbeddingCollection:
@@ -64,15 +64,15 @@ def weights_drawn_anew_after_from_dense() -> None:
 
 
 def int32_ids_in_a_family_of_more_rows_than_int32_counts() -> None:
-    assert Address(1, (2**31,)).keys(torch.tensor([5], dtype=torch.int32), torch.int64).tolist() == [2**31 + 5]
+    assert RowNumbering(1, (2**31,)).to_group_rows(torch.tensor([5], dtype=torch.int32), torch.int64).tolist() == [2**31 + 5]
 
 
 def a_layout_by_its_kind_alone() -> None:
     torch.manual_seed(0)
     whole = nn.EmbeddingBag(ROWS, DIM)
-    for kind in ("row", "column", "table", "grid", "replicated"):
+    for layout in LAYOUTS.values():
         ids = torch.tensor([[1, 10, dist.get_rank()]])
-        torch.testing.assert_close(ShardedEmbeddingBag.from_dense(whole, Layout(kind))(ids), whole(ids))
+        torch.testing.assert_close(ShardedEmbeddingBag.from_dense(whole, layout())(ids), whole(ids))
 
 
 def max_norm_of_sixteen_bits_in_columns() -> None:
@@ -97,13 +97,13 @@ def nothing_lies_on_the_cpu_by_itself() -> None:
     engine, seen = ShardedEmbeddingBag(ROWS, DIM, plan="table", device="meta").engine, []
     ids = torch.zeros(2, dtype=torch.int64, device="meta")
 
-    def group(keys: torch.Tensor) -> grouping.Groups:
+    def group_equal(keys: torch.Tensor) -> kernels.Groups:
         seen.append(keys.device)
-        return grouping.group(torch.empty(0, dtype=keys.dtype))  # its like on meta does not exist
+        return kernels.group_equal(torch.empty(0, dtype=keys.dtype))  # its like on meta does not exist
 
-    with mock.patch.object(requests, "group", group):
-        askings = [(requests.Asking("weight", 0, ids, ids, None, None), True)]
-        requests.make_request(engine.families[0], askings, engine.addresses)
+    with mock.patch.object(input_dist, "group_equal", group_equal):
+        askings = [(input_dist.FeatureIds("weight", 0, ids, ids, None, None), True)]
+        input_dist.make_request(engine.storage.groups[0], askings, engine.storage.row_numberings)
     assert seen == [ids.device]
 
 
@@ -176,7 +176,7 @@ def frozen_tables_get_no_gradient() -> None:
     collection = make("row")
     collection.weight("a").requires_grad_(False)
     out = collection({"a": torch.tensor([1]), "b": torch.tensor([0])})
-    with mock.patch.object(gradients.ParameterSink, "_gradient", autospec=True, return_value=None) as made:
+    with mock.patch.object(ParameterGradients, "_gradient", autospec=True, return_value=None) as made:
         (out["a"].sum() + out["b"].sum()).backward()
     assert [call.args[2] is None for call in made.call_args_list] == [True, False]
 

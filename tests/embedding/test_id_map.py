@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono.collectives import MismatchError, all_gather, checked, count_bytes
 from unisono.collectives.testing import run_ranks
-from unisono.embedding.vocabulary.id_map import IdMap, hash_strings
+from unisono.embedding import IdMap, hash_strings
 
 GOLDEN = [-5426141060434712860, 3405396810240292928, 7825149098174313437, -3848761963538761655, 7497787021708494914]
 GOLDEN_ROWS = [302, 1, 301, 601, 701, 101]

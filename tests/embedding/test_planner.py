@@ -12,8 +12,7 @@ from torch.nn.functional import embedding_bag
 
 from unisono.collectives import MismatchError, all_gather, count_bytes
 from unisono.embedding import SGD, Adagrad, Adam, EmbeddingCollection, Ragged, RowwiseAdagrad, Table, plan_tables
-from unisono.embedding.planning.demands import expect_demand, expect_unique, scale_unique
-from unisono.embedding.planning.footprints import list_options, set_prices
+from unisono.embedding.sharding.cost import expect_demand, expect_unique, list_options, scale_unique, set_prices
 
 RULES = [None, SGD(lr=1), RowwiseAdagrad(lr=1), Adagrad(lr=1), Adam(lr=1)]
 KINDS = [
@@ -64,8 +63,8 @@ def test_every_plan_fits_and_can_run(tables, world_size, cap, rule, batch_size):
     assert cap is None or max(held, default=0) <= cap
     for table in tables:
         layout = plan.layouts[table.name]
-        assert layout == layout.settle(world_size)
-        assert not (table.norm_type == float("inf") and layout.kind in ("column", "grid"))
+        assert layout == layout.assign_ranks(world_size)
+        assert not (table.norm_type == float("inf") and layout.kind == "column")
         boxes = [layout.box(rank=rank, rows=table.rows, dim=table.dim).shape for rank in range(world_size)]
         assert sum(rows * dim for rows, dim in boxes) == table.rows * table.dim
         if table.mode in ("max", None) or table.scale_grad_by_freq or (table.max_norm and table.padding_idx is not None):
@@ -149,7 +148,7 @@ def test_click_tables_lie_whole_and_even():
         if unique > 2048 or unique < 1024:
             assert plan.layouts[table.name].answers == ("bags" if unique > 2048 else "rows")
     assert max(plan.load) < 1.05 * min(plan.load)
-    ids = [sum(len(sample[n].values) for n, x in plan.layouts.items() if x.placed == ((rank,),)) for rank in (0, 1)]
+    ids = [sum(len(sample[n].values) for n, x in plan.layouts.items() if x.owners == (rank,)) for rank in (0, 1)]
     assert max(ids) < 1.2 * min(ids)
     assert max(plan.memory) < 1.2 * min(plan.memory)
     summed = 2 * 2048 * 26 * 64 * 4 / 2  # of a plan that sums all bags, without its ids
@@ -169,8 +168,8 @@ def test_plan_is_no_busier_than_simple_ones(world_size):
         options = [list_options(table, expect_demand(table, 1024), prices) for table in tables]
         by_rows, whole, busy = torch.zeros(world_size), 0, torch.zeros(world_size)
         for k, found in enumerate(options):
-            row = next(option for option in found if option.kind == "row")
-            one = next(option for option in found if option.kind == "table")
+            row = next(option for option in found if option.layout.kind == "row")
+            one = next(option for option in found if option.layout.kind == "table")
             by_rows += row.load_of_all + row.load
             whole += one.load_of_all
             busy[k % world_size] += float(one.load)
@@ -178,9 +177,11 @@ def test_plan_is_no_busier_than_simple_ones(world_size):
         load = torch.zeros(world_size)
         for table, found in zip(tables, options, strict=True):
             layout = plan.layouts[table.name]
-            owners = [rank for row in layout.placed for rank in row]
+            owners = list(layout.owners)
             chosen = next(
-                x for x in found if (x.kind, len(x.load)) == (layout.kind, len(owners)) and layout.answers in (None, x.answers)
+                x
+                for x in found
+                if (x.layout.kind, len(x.load)) == (layout.kind, len(owners)) and layout.answers in (None, x.answers)
             )
             load += chosen.load_of_all
             load[owners] += chosen.load

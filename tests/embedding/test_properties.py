@@ -19,9 +19,8 @@ from unisono.embedding import (
     ShardedEmbedding,
     ShardedEmbeddingBag,
     Table,
-    grouping,
-    pooling,
 )
+from unisono.embedding.lookup import kernels, output_dist
 
 settled = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
 OPTIONS = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
@@ -31,7 +30,6 @@ OPTIONS = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
 def layouts(draw: Any, size: int) -> Layout:
     """Of any kind, on any ranks in any order."""
     order = draw(st.permutations(range(size)))[: draw(st.integers(1, size))]
-    columns = draw(st.sampled_from([n for n in range(1, len(order) + 1) if len(order) % n == 0]))
     answers = draw(st.sampled_from([None, "rows"]))
     return draw(
         st.sampled_from(
@@ -39,7 +37,6 @@ def layouts(draw: Any, size: int) -> Layout:
                 Layout.row(order),
                 Layout.column(order, answers=answers),
                 Layout.table(order[0], answers=answers),
-                Layout.grid([order[k : k + columns] for k in range(0, len(order), columns)]),
                 Layout.replicated(),
             ]
         )
@@ -170,7 +167,7 @@ def one_table(case: dict[str, Any]) -> None:
     nn.init.normal_(dense.weight)  # the padding, too
     module.set_weight(dense.weight)
     expected = Expected(case, spec, 0, dense.weight)
-    with mock.patch.object(grouping, "_BLOCK", case["block"]), mock.patch.object(pooling, "_BLOCK", case["block"]):
+    with mock.patch.object(kernels, "_BLOCK", case["block"]), mock.patch.object(output_dist, "_BLOCK", case["block"]):
         out = call(module, expected.mine, case["form"])
         (out * expected.upstream).sum().backward()
     expected.compare(out)
@@ -203,7 +200,7 @@ def many_tables(case: dict[str, Any]) -> None:
     expected = {
         feature: Expected(case, spec, k, weights[name]) for name, spec in specs.items() for k, feature in enumerate(names[name])
     }
-    with mock.patch.object(grouping, "_BLOCK", case["block"]), mock.patch.object(pooling, "_BLOCK", case["block"]):
+    with mock.patch.object(kernels, "_BLOCK", case["block"]), mock.patch.object(output_dist, "_BLOCK", case["block"]):
         out = collection({feature: x.mine for feature, x in expected.items()})
         rows = {feature: x.values if isinstance(x, Ragged) else x for feature, x in out.items()}
         sum((rows[feature] * x.upstream).sum() for feature, x in expected.items()).backward()

@@ -51,13 +51,10 @@ def layouts(world_size: int) -> dict[str, Layout]:
         "table": Layout.table(world_size - 1),
         "table of rows": Layout.table(world_size // 2, answers="rows"),
         "replicated": Layout.replicated(),
-        "grid": Layout.grid(),
     }
     if world_size > 2:
         found["row on some"] = Layout.row([2, 0])
         found["column on some"] = Layout.column([2, 1])
-    if world_size == 4:
-        found["grid, turned"] = Layout.grid([[3, 1], [0, 2]])
     return found
 
 

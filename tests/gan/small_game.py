@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from unisono.dataparallel import sync_gradients
 from unisono_models.gan.config import LossConfig, ModelConfig
-from unisono_models.gan.game.batches import Batch
-from unisono_models.gan.game.objective import Game
+from unisono_models.gan.data.loader import Batch
+from unisono_models.gan.loss import GAN
 
 ROWS, CLASSES, WIDTH = 64, 5, 6
 SMALL = {"noise": 8, "generator": (8, 4), "discriminator": (8, 4), "embedding": 8}
@@ -38,13 +38,13 @@ CASES: dict[str, tuple[dict[str, object], dict[str, object], float]] = {
 }
 
 
-def make_game(case: str) -> Game:
+def make_game(case: str) -> GAN:
     """The same weights for everybody; none is zero, as some are in a new network."""
     model, loss, _ = CASES[case]
     config = ModelConfig(**SMALL, **model)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(1)
     conditions = {"class": CLASSES, "none": 0}.get(config.condition, WIDTH)
-    game = Game(config, LossConfig(**loss), size=8, channels=1, conditions=conditions).double()  # type: ignore[arg-type]
+    game = GAN(config, LossConfig(**loss), size=8, channels=1, conditions=conditions).double()  # type: ignore[arg-type]
     for parameter in game.parameters():
         fan = max(1, parameter[0].numel())
         parameter.data.copy_(torch.randn(parameter.shape, generator=random, dtype=torch.float64) * fan**-0.5)
@@ -76,7 +76,7 @@ def share_of(batch: Batch, sizes: Sequence[int]) -> Batch:
 
 
 Played = tuple[dict[str, float], dict[str, Tensor]]
-Change = Callable[[Game], None]
+Change = Callable[[GAN], None]
 
 
 def play_once(case: str, sizes: Sequence[int] = (ROWS,), change: Change | None = None, gamma: float | None = None) -> Played:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from unisono_models.gan.data.images import Images
-from unisono_models.gan.game.batches import Batches
+from unisono_models.gan.data.loader import BatchLoader
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.sampler import StepSampler
 
@@ -23,7 +23,7 @@ def make_images(rows=11):
 
 def make_batches(kind, rank=0, size=1, images=None):
     images = images or make_images()
-    return Batches(images, kind, StepSampler(len(images), 5, 3), 37, 3, Ranks(rank, size, rank, CPU), torch.float64)
+    return BatchLoader(images, kind, StepSampler(len(images), 5, 3), 37, 3, Ranks(rank, size, rank, CPU), torch.float64)
 
 
 @pytest.mark.parametrize("kind", ["class", "vector", "none"])

@@ -19,34 +19,30 @@ from torch import Tensor
 from unisono_models.datasets.emoji import images as drawings_module
 from unisono_models.datasets.emoji.concepts import list_emoji
 from unisono_models.datasets.emoji.groups import GROUPS
-from unisono_models.gan import source as source_module
 from unisono_models.gan.config import Condition, DataConfig
+from unisono_models.gan.data import dataset as source_module
 from unisono_models.gan.data import emoji as emoji_module
-from unisono_models.gan.data.captions import read_captions
+from unisono_models.gan.data.conditions import TextEncoder, encode_captions
+from unisono_models.gan.data.dataset import Datasets, build_datasets, hold_out, hold_out_families
 from unisono_models.gan.data.emoji import read_emoji
-from unisono_models.gan.data.folders import list_folder
-from unisono_models.gan.data.idx import read_idx, read_idx_folder
+from unisono_models.gan.data.folder import list_folder, read_captions
 from unisono_models.gan.data.images import Images
-from unisono_models.gan.data.mnist import mnist_file, read_mnist
-from unisono_models.gan.data.scaling import scale_grey, set_channels
-from unisono_models.gan.data.splits import hold_out
-from unisono_models.gan.data.text_vectors import TextEncoder, encode_captions
-from unisono_models.gan.source import Source, open_source
+from unisono_models.gan.data.mnist import mnist_file, read_idx, read_idx_folder, read_mnist, scale_grey, set_channels
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
 
-def opened(config: DataConfig, condition: Condition = "none") -> Source:
+def opened(config: DataConfig, condition: Condition = "none") -> Datasets:
     with start_ranks() as ranks:
-        return open_source(config, condition=condition, ranks=ranks)
+        return build_datasets(config, condition=condition, ranks=ranks)
 
 
 def failed(configs: Sequence[DataConfig], condition: Condition) -> str:
     """The error of a rank, which opens configs[rank]."""
     with start_ranks() as ranks:
         try:
-            open_source(configs[ranks.rank], condition=condition, ranks=ranks)
+            build_datasets(configs[ranks.rank], condition=condition, ranks=ranks)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return ""
@@ -423,13 +419,14 @@ def test_minilm_vectors_do_not_depend_on_padding_and_know_words(tmp_path: Path) 
 def test_emoji_hold_out_families_in_every_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     concepts, drawings = list_emoji()
     black = torch.zeros(1, 3, 16, 16, dtype=torch.uint8).expand(len(drawings), -1, -1, -1)
-    monkeypatch.setattr(emoji_module, "load_emoji_images", lambda size, cache=None: black)
-    found = read_emoji(size=16, test_part=0.2, cache=tmp_path)
+    monkeypatch.setattr(emoji_module, "load_drawings", lambda size, cache=None: black)
+    found = read_emoji(size=16, cache=tmp_path)
     shown = [concepts[drawing.concept] for drawing in drawings if not concepts[drawing.concept].toned]
     assert found.images.captions == tuple(concept.name for concept in shown) and len(shown) == 5536
-    labels, test = found.images.labels, found.test
-    assert labels is not None and test is not None and found.images.classes == GROUPS
+    labels = found.images.labels
+    assert labels is not None and found.test is None and found.images.classes == GROUPS
     assert [GROUPS[label] for label in labels.tolist()] == [concept.group for concept in shown]
+    test = hold_out_families(found.families, labels.tolist(), part=0.2)
     sides = [{c.family for c, held in zip(shown, test.tolist(), strict=True) if held == side} for side in (False, True)]
     assert sides[0].isdisjoint(sides[1])
     part = labels[test].bincount() / labels.bincount()

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.gan.small_game import CASES, CLASSES, SMALL, WIDTH
 from unisono_models.gan.config import LossConfig, ModelConfig
-from unisono_models.gan.game.batches import Batch
-from unisono_models.gan.game.objective import Game
-from unisono_models.gan.networks.minibatch_stddev import minibatch_stddev
+from unisono_models.gan.data.loader import Batch
+from unisono_models.gan.loss import GAN
+from unisono_models.gan.model.minibatch_stddev import minibatch_stddev
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
 RANK, WORLD = 17, 24
@@ -61,9 +61,7 @@ def test_steps_stay_on_the_device(fake_world, case):
     model, loss, _ = CASES[case]
     config = ModelConfig(**SMALL, **model)
     with torch.device("cuda"):
-        game = Game(
-            config, LossConfig(**loss), size=8, channels=1, conditions=CLASSES if config.condition == "class" else WIDTH
-        )
+        game = GAN(config, LossConfig(**loss), size=8, channels=1, conditions=CLASSES if config.condition == "class" else WIDTH)
         rows = UNEVEN[RANK]
         ids = torch.zeros(rows, dtype=torch.int64)
         condition = {"class": ids, "none": None}.get(config.condition, torch.empty(rows, WIDTH))

@@ -10,12 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono_models.gan.config import DataConfig, EvaluationConfig
+from unisono_models.gan.data.dataset import Datasets, build_datasets
 from unisono_models.gan.data.images import Images
-from unisono_models.gan.evaluation import Evaluator
-from unisono_models.gan.judge.kept import classes_of, read_judge, ready_judge, write_judge
-from unisono_models.gan.judge.network import Judge
-from unisono_models.gan.judge.training import train_judge
-from unisono_models.gan.source import Source, open_source
+from unisono_models.gan.evaluate import Evaluator
+from unisono_models.gan.feature_extractor import (
+    Judge,
+    classes_of,
+    load_or_train_feature_extractor,
+    read_judge,
+    train_judge,
+    write_judge,
+)
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 
 
@@ -33,8 +38,8 @@ def squares(rows: int, *, labelled: bool = True, size: int = 16, channels: int =
     return Images(pixels, labels if labelled else None, ("a", "b", "c") if labelled else ())
 
 
-def small_source(**settings: Any) -> Source:
-    return Source(squares(50, **settings), squares(21, **settings), fingerprint="squares")
+def small_source(**settings: Any) -> Datasets:
+    return Datasets(squares(50, **settings), squares(21, **settings), fingerprint="squares")
 
 
 def alone() -> Ranks:
@@ -55,28 +60,28 @@ def test_judge_is_read_as_it_was_written(tmp_path: Path) -> None:
     source, config = small_source(), EvaluationConfig(judge_steps=2, judge_batch=10)
     path = tmp_path / "judge.safetensors"
     before = torch.random.get_rng_state()
-    trained = ready_judge(path, source, config, alone())
+    trained = load_or_train_feature_extractor(path, source, config, alone())
     written = path.read_bytes()
-    found = ready_judge(path, source, EvaluationConfig(judge_steps=0), alone())
+    found = load_or_train_feature_extractor(path, source, EvaluationConfig(judge_steps=0), alone())
     assert torch.equal(torch.random.get_rng_state(), before) and path.read_bytes() == written
     assert found.accuracy == trained.accuracy and found.classes == ("a", "b", "c")
     for name, weight in trained.state_dict().items():
         assert torch.equal(found.state_dict()[name], weight), name
     with pytest.raises(ValueError, match=r"trained on other pictures \(squares\) than there are now \(circles\)"):
-        ready_judge(path, Source(source.train, source.test, fingerprint="circles"), config, alone())
+        load_or_train_feature_extractor(path, Datasets(source.train, source.test, fingerprint="circles"), config, alone())
     write_judge(path, Judge(channels=3, size=16), fingerprint="squares")
     with pytest.raises(ValueError, match=r"is for .channels, size, classes. \(3, 16, \(\)\), the pictures are of \(1, 16, "):
-        ready_judge(path, source, config, alone())
+        load_or_train_feature_extractor(path, source, config, alone())
     path.write_bytes(written[:-5])
     with pytest.raises(ValueError, match="not a judge, or damaged"):
         read_judge(path)
 
 
-def ready_on_ranks(path: Path, source: Source) -> tuple[float, list[float]]:
+def ready_on_ranks(path: Path, source: Datasets) -> tuple[float, list[float]]:
     config = EvaluationConfig(judge_steps=2, judge_batch=10)
     with start_ranks() as ranks:
         mine = path if ranks.first else path / "elsewhere"  # whether it is there is rank 0's to say
-        judge = ready_judge(mine, source, config, ranks)
+        judge = load_or_train_feature_extractor(mine, source, config, ranks)
     return judge.accuracy, judge.head.weight.flatten().tolist()
 
 
@@ -85,7 +90,7 @@ def test_ranks_have_one_judge(ranks: Callable[..., list[Any]], tmp_path: Path) -
     first = ranks(ready_on_ranks, path, small_source(), world_size=2)
     assert first[0] == first[1] and first[0][1] == read_judge(path).head.weight.flatten().tolist()
     alone_path = tmp_path / "alone.safetensors"
-    ready_judge(alone_path, small_source(), EvaluationConfig(judge_steps=2, judge_batch=10), alone())
+    load_or_train_feature_extractor(alone_path, small_source(), EvaluationConfig(judge_steps=2, judge_batch=10), alone())
     assert alone_path.read_bytes() == path.read_bytes()  # the number of ranks changes no bit
     with pytest.raises(Exception, match=r"ready_judge: rank 1: .*elsewhere"):
         ranks(ready_on_ranks, path, small_source(), world_size=2)
@@ -151,6 +156,6 @@ def test_perfect_pictures_score_as_real_ones() -> None:
 
 
 def test_judge_knows_real_digits() -> None:
-    source = open_source(DataConfig(size=16), condition="class", ranks=alone())
+    source = build_datasets(DataConfig(size=16), condition="class", ranks=alone())
     judge = Judge(channels=1, size=16, classes=classes_of(source))
     assert train_judge(judge, source, EvaluationConfig(judge_steps=100)) > 0.9

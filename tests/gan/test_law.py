@@ -9,7 +9,7 @@ from torch.optim import Adam
 
 from tests.gan.small_game import CASES, ROWS, make_batch, make_game, play_once, played_by_one, share_of, worst_error
 from unisono.dataparallel import GradientSync
-from unisono_models.gan.networks.moving_average import start_average, update_average
+from unisono_models.gan.model.generator import start_average, update_average
 
 SPLITS = [(64,), (32, 32), (40, 24), (63, 1), (64, 0), (22, 21, 21), (30, 1, 33), (0, 21, 0, 43), (1, 0, 1)]
 

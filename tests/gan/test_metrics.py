@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono_models.gan.metrics.frechet import frechet_distance, take_moments
-from unisono_models.gan.metrics.kernel import kernel_distance
-from unisono_models.gan.metrics.labels import label_metrics
-from unisono_models.gan.metrics.neighbours import neighbour_metrics, neighbour_radii
+from unisono_models.gan.metrics.frechet_distance import frechet_distance, take_moments
+from unisono_models.gan.metrics.kernel_distance import kernel_distance
+from unisono_models.gan.metrics.label_accuracy import label_metrics
+from unisono_models.gan.metrics.precision_recall import neighbour_metrics, neighbour_radii
 
 REAL, FAKE, WIDTH = 41, 30, 6
 # rows of each rank: of the real ones, and of the fakes

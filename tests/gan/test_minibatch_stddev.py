@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from unisono.collectives import MismatchError, checked, count_bytes
 from unisono.collectives.testing import gradcheck, gradgradcheck
-from unisono_models.gan.networks.minibatch_stddev import MinibatchStddev, minibatch_stddev
+from unisono_models.gan.model.minibatch_stddev import MinibatchStddev, minibatch_stddev
 
 SPLITS = [(12,), (6, 6), (7, 5), (11, 1), (12, 0), (5, 2, 5), (3, 1, 1, 7), (0, 5, 0, 7)]
 GROUPS = [1, 2, 3, 4, 5, 50]

@@ -10,10 +10,9 @@ from torch.nn.functional import softplus
 from tests.gan.small_game import CASES, CLASSES, ROWS, SMALL, make_batch, make_game, share_of
 from unisono.collectives import count_bytes
 from unisono_models.gan.config import LossConfig, ModelConfig
-from unisono_models.gan.game.matching import mismatched
-from unisono_models.gan.game.objective import Game, frozen
-from unisono_models.gan.networks.discriminator import Discriminator
-from unisono_models.gan.networks.generator import Generator
+from unisono_models.gan.loss import GAN, frozen, mismatched
+from unisono_models.gan.model.discriminator import Discriminator
+from unisono_models.gan.model.generator import Generator
 
 
 def scores_of(game, batch):
@@ -167,7 +166,7 @@ def test_steps_communicate_little(ranks):
 
 def test_rejects_what_does_not_fit():
     with pytest.raises(ValueError, match=r"matching=0.5, contrast=0.0: both need a condition, not 'none'"):
-        Game(ModelConfig(condition="none"), LossConfig(matching=0.5), size=16, channels=1)
+        GAN(ModelConfig(condition="none"), LossConfig(matching=0.5), size=16, channels=1)
     game = make_game("paired")
     for network, x in ((game.generator, torch.zeros(2, 8)), (game.discriminator, torch.zeros(2, 1, 8, 8))):
         with pytest.raises(ValueError, match="condition: None, but the network was made for condition='class'"):

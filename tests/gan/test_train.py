@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.training.skip_plots import skip_plots
+from unisono_models.gan.commands.evaluate import main as evaluate
+from unisono_models.gan.commands.sample import main as sample
 from unisono_models.gan.config import LossConfig
-from unisono_models.gan.evaluate import main as evaluate
 from unisono_models.gan.recipes import RECIPES
-from unisono_models.gan.sample import main as sample
 from unisono_models.gan.train import gamma_of, main
 from unisono_models.training.randomness import derive_seed
 from unisono_models.training.run.compare import compare_runs
@@ -171,12 +171,12 @@ def test_too_few_pictures_are_refused_before_training(tmp_path):
 @pytest.mark.parametrize("name", list(RECIPES.recipes))
 def test_recipes_fit_their_pictures(name):
     """Networks of every recipe can be made; the smallest batch goes through them."""
-    from unisono_models.gan.game.objective import Game
+    from unisono_models.gan.loss import GAN
 
     config = RECIPES[name]
     channels = 3 if config.data.colour else 1
     with torch.device("meta"):
-        game = Game(config.model, config.loss, size=config.data.size, channels=channels, conditions=7)
+        game = GAN(config.model, config.loss, size=config.data.size, channels=channels, conditions=7)
         made = game.generator(torch.zeros(2, config.model.noise), _condition(config.model.condition))
         assert made.shape == (2, channels, config.data.size, config.data.size)
         assert game.discriminator(made, _condition(config.model.condition), sizes=(2,)).shape == (2,)

@@ -10,21 +10,29 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save
 
-from unisono_models.gan import evaluate, sample
+from unisono_models.gan.commands import evaluate, sample
 from unisono_models.gan.config import Config, DataConfig, EvaluationConfig, ModelConfig
-from unisono_models.gan.data import text_vectors
+from unisono_models.gan.data import conditions as text_vectors
+from unisono_models.gan.data.dataset import Datasets, build_datasets
 from unisono_models.gan.data.images import Images
-from unisono_models.gan.evaluation import Evaluator
-from unisono_models.gan.export import read_export, write_export
-from unisono_models.gan.judge.kept import ready_judge
-from unisono_models.gan.networks.generator import Generator
-from unisono_models.gan.outcome import conclude, write_frame
-from unisono_models.gan.pictures.animation import FIRST, LAST, find_frames, frame_path, write_animation
-from unisono_models.gan.pictures.generating import generate, generate_like
-from unisono_models.gan.pictures.grid import BACKGROUND, GAP, MARGIN, draw_grid, to_pixels
-from unisono_models.gan.pictures.nearest import find_nearest
-from unisono_models.gan.pictures.sheets import interpolate, show_classes, show_some
-from unisono_models.gan.source import Source, open_source
+from unisono_models.gan.evaluate import Evaluator
+from unisono_models.gan.feature_extractor import load_or_train_feature_extractor
+from unisono_models.gan.figures import (
+    BACKGROUND,
+    FIRST,
+    GAP,
+    LAST,
+    MARGIN,
+    draw_grid,
+    find_frames,
+    frame_path,
+    to_pixels,
+    write_animation,
+)
+from unisono_models.gan.model.export import read_export, write_export
+from unisono_models.gan.model.generator import Generator
+from unisono_models.gan.model.sampling import generate, generate_for_evaluation, interpolate, show_classes, show_some
+from unisono_models.gan.report import find_nearest, save_sample_grid, write_run_report
 from unisono_models.training.config import RunConfig
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.run.run_directory import RunDirectory, open_run
@@ -215,13 +223,13 @@ def finished(tmp_path_factory):
     )
     run = open_run(config, model="gan", recipe="none", ranks=ALONE)
     (run.path / "metrics.jsonl").touch()
-    source = open_source(config.data, condition="class", ranks=ALONE)
-    judge = ready_judge(run.path / "judge.safetensors", source, config.evaluation, ALONE)
+    source = build_datasets(config.data, condition="class", ranks=ALONE)
+    judge = load_or_train_feature_extractor(run.path / "judge.safetensors", source, config.evaluation, ALONE)
     evaluator = Evaluator(source, judge, ALONE, None, config.evaluation)
     for step in (10, 20):
-        write_frame(run, generator, source, step=step, seed=SEED)
-    figures = evaluator(partial(generate_like, generator, source.train, seed=SEED))
-    conclude(run, config, generator, source, evaluator, figures)
+        save_sample_grid(run, generator, source, step=step, seed=SEED)
+    figures = evaluator(partial(generate_for_evaluation, generator, source.train, seed=SEED))
+    write_run_report(run, config, generator, source, evaluator, figures)
     return run.path, generator, figures
 
 
@@ -365,12 +373,12 @@ def frame_on_ranks(rank_path):
     """On rank 0: a disk that does not take it is no error; what no rank could draw is one for all."""
     first = torch.distributed.get_rank() == 0
     run, images = RunDirectory(rank_path, False, first), draw_images()
-    write_frame(run, make_generator(), Source(images, images), step=1, seed=0)
+    save_sample_grid(run, make_generator(), Datasets(images, images), step=1, seed=0)
     blocked = RunDirectory(rank_path / "samples" / "step-00000001.png", False, first)
-    write_frame(blocked, make_generator(), Source(images, images), step=1, seed=0)
+    save_sample_grid(blocked, make_generator(), Datasets(images, images), step=1, seed=0)
     bare = Images(images.pixels)
     try:
-        write_frame(run, make_generator(), Source(bare, bare), step=2, seed=0)
+        save_sample_grid(run, make_generator(), Datasets(bare, bare), step=2, seed=0)
     except RuntimeError as error:
         return str(error)
 

@@ -6,15 +6,12 @@ import torch
 from unisono.embedding import Ragged
 from unisono_models.recommender.config import DataConfig
 from unisono_models.recommender.data.batch import Batch, take_ids
-from unisono_models.recommender.data.intervals import inside
+from unisono_models.recommender.data.dataset import InMemoryDataset, build_datasets, prefetch, split_for_rank
+from unisono_models.recommender.data.features import Feature, parse_features
 from unisono_models.recommender.data.movielens import movielens_folder
-from unisono_models.recommender.data.parts import MemoryPart, shares
-from unisono_models.recommender.data.rating_files import read_ratings
-from unisono_models.recommender.data.reading_ahead import read_ahead
+from unisono_models.recommender.data.ratings import in_intervals, read_ratings
 from unisono_models.recommender.data.splits import split_groups, split_rows
-from unisono_models.recommender.features import Feature, parse_features
 from unisono_models.recommender.recipes import RECIPES
-from unisono_models.recommender.source import open_source
 from unisono_models.training.distributed.launch import Ranks
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
@@ -135,20 +132,20 @@ def test_movielens_has_the_rows_of_the_published_protocols():
     """739,012 of RecBole's context protocol; 836,478 of 6,039 users and 3,628 items of its general one."""
     features = parse_features(["user_id", "item_id"])
     ratings = read_ratings(movielens_folder("ml-1m"), features, **COLUMNS, threshold=4)
-    context = ratings.keep(inside(ratings.values, RECIPES["deepfm"].data.keep).nonzero().squeeze(1))
+    context = ratings.keep(in_intervals(ratings.values, RECIPES["deepfm"].data.keep).nonzero().squeeze(1))
     assert (len(ratings), len(context), int(context.labels.sum())) == (1_000_209, 739_012, 575_281)
     assert [len(part) for part in split_rows(len(context), (0.8, 0.1, 0.1), seed=0)] == [591_210, 73_901, 73_901]
-    general = ratings.keep(inside(ratings.values, RECIPES["two_tower"].data.keep).nonzero().squeeze(1))
+    general = ratings.keep(in_intervals(ratings.values, RECIPES["two_tower"].data.keep).nonzero().squeeze(1))
     assert (len(general), len(general.users.unique()), len(general.items.unique())) == (836_478, 6_039, 3_628)
 
 
 def test_small_movielens_opens_as_the_config_says():
-    source = open_source(RECIPES["tiny"].data, seed=0, ranks=ALONE)
+    source = build_datasets(RECIPES["tiny"].data, seed=0, ranks=ALONE)
     assert (source.train.rows, source.valid.rows, source.test.rows) == (58_285, 7_285, 7_285) and source.ratings.read == 100_000
     assert sorted(torch.cat([source.rows_of(part) for part in (source.train, source.valid, source.test)]).tolist()) == list(
         range(72_855)
     )
-    other = open_source(DataConfig("ml-100k", features=("user_id", "class:ids"), split_seed=1), seed=0, ranks=ALONE)
+    other = build_datasets(DataConfig("ml-100k", features=("user_id", "class:ids"), split_seed=1), seed=0, ranks=ALONE)
     assert not torch.equal(source.rows_of(source.test), other.rows_of(other.test))
 
 
@@ -182,7 +179,7 @@ def test_each_users_rows_are_split_by_themselves(parts):
 
 def test_ranks_share_every_batch_and_every_row(folder):
     ratings = read_ratings(folder, FEATURES, **COLUMNS, threshold=4)
-    part = MemoryPart(ratings, torch.tensor([0, 2, 3]), batch=2, seed=0)
+    part = InMemoryDataset(ratings, torch.tensor([0, 2, 3]), batch=2, seed=0)
     for step in range(4):
         whole = part.batch(step, 0, 1)
         for size in (2, 3, 4):
@@ -193,7 +190,7 @@ def test_ranks_share_every_batch_and_every_row(folder):
         scans = [list(part.scan(rank, size, rows=1)) for rank in range(size)]
         assert len({len(scan) for scan in scans}) == 1  # models communicate in each
         assert [int(i) for scan in scans for batch in scan for i in batch.index] == [0, 2, 3]
-    assert [len(piece) for piece in shares(0, 0, 2, 5)] == [0]
+    assert [len(piece) for piece in split_for_rank(0, 0, 2, 5)] == [0]
 
 
 def test_bags_of_rows():
@@ -206,7 +203,7 @@ def test_bags_of_rows():
 @pytest.mark.parametrize("text", ["", "a/b", "a:idz", "a:id:x", "a:id:1", "a:number:5", "a.b", "[0,3", "0,3", "(a,3)"])
 def test_bad_declarations_are_refused(text):
     with pytest.raises(ValueError, match=r"[Ff]eature|interval"):
-        inside(torch.zeros(1), text) if "," in text else Feature.parse(text)
+        in_intervals(torch.zeros(1), text) if "," in text else Feature.parse(text)
 
 
 def test_errors_of_reading_are_raised_in_turn():
@@ -217,5 +214,5 @@ def test_errors_of_reading_are_raised_in_turn():
 
     seen = []
     with pytest.raises(OSError, match="gone"):
-        seen.extend(now for now, _ in read_ahead(read, 0, 9))
+        seen.extend(now for now, _ in prefetch(read, 0, 9))
     assert seen == [0, 1]  # the third comes with the fourth

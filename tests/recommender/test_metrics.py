@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from unisono.collectives import all_gather, checked
 from unisono.collectives.testing import run_ranks
 from unisono.embedding import Ragged
-from unisono_models.recommender.metrics.clicks import _send_to_ranges, area_under_curve, click_metrics
+from unisono_models.recommender.metrics.auc import _send_to_ranges, area_under_curve, click_metrics
 from unisono_models.recommender.metrics.ranking import ranking_metrics, top_items
 
 ROWS = {1: [[40]], 2: [[13, 27], [0, 40]], 3: [[9, 0, 31], [0, 40, 0]], 4: [[0, 6, 13, 21], [0, 0, 40, 0], [10] * 4]}

@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from unisono.embedding import Ragged
-from unisono_models.recommender.click_model import HEADS, ClickModel, table_width
 from unisono_models.recommender.config import DataConfig, ModelConfig, TablesConfig
 from unisono_models.recommender.data.batch import Batch
-from unisono_models.recommender.features import Feature
-from unisono_models.recommender.heads.inputs import Inputs, Shape
-from unisono_models.recommender.tables import Tables
-from unisono_models.recommender.two_tower import TwoTower, retrieval_loss
+from unisono_models.recommender.data.features import Feature
+from unisono_models.recommender.loss import retrieval_loss
+from unisono_models.recommender.model.click_model import HEADS, ClickModel, table_width
+from unisono_models.recommender.model.heads import HeadInputs, HeadShape
+from unisono_models.recommender.model.tables import EmbeddingTables
+from unisono_models.recommender.model.two_tower import TwoTower
 
 FEATURES = (Feature("a", rows=7), Feature("n", "number"), Feature("b", "ids", rows=5))
 FIELDS, DIM = 4, 3
@@ -20,13 +21,13 @@ FIELDS, DIM = 4, 3
 def inputs(numbers=2):
     draw = torch.Generator().manual_seed(0)
     shapes = ((5, FIELDS, DIM), (5, FIELDS), (5, numbers))
-    return Inputs(*(torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes))
+    return HeadInputs(*(torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes))
 
 
 def head_of(kind, numbers=2, **settings):
     torch.manual_seed(1)
     return HEADS[kind](
-        Shape(FIELDS, DIM, numbers, ModelConfig(kind, dropout=0.0, input_dropout=0.0, hidden=(6, 5), **settings))
+        HeadShape(FIELDS, DIM, numbers, ModelConfig(kind, dropout=0.0, input_dropout=0.0, hidden=(6, 5), **settings))
     ).double()
 
 
@@ -89,7 +90,7 @@ def test_dlrm_is_its_formula(numbers):
 def test_every_parameter_learns_and_no_rows_are_fine(kind):
     """DDP refuses parameters without gradients; a rank may have no rows."""
     config = ModelConfig(kind, dim=4, hidden=(5,), dropout=0.1)
-    tables = Tables(
+    tables = EmbeddingTables(
         [f for f in FEATURES if f.rows], width=table_width(config), init=0.1, config=TablesConfig(), data=DataConfig()
     )
     model = ClickModel(config, FEATURES, tables).eval()
@@ -107,7 +108,7 @@ def test_every_parameter_learns_and_no_rows_are_fine(kind):
 def test_towers_with_layers_learn_in_all_of_them():
     """Not so if their last layer started from zero, as it does beside a factorization machine."""
     config = ModelConfig("two_tower", dim=4, hidden=(5,), dropout=0.0, input_dropout=0.0, users=("a",), items=("b",))
-    tables = Tables([f for f in FEATURES if f.rows], width=4, init=0.1, config=TablesConfig(), data=DataConfig())
+    tables = EmbeddingTables([f for f in FEATURES if f.rows], width=4, init=0.1, config=TablesConfig(), data=DataConfig())
     model, before = TwoTower(config, tables), tables.collection.full_weight("table_a")
     ids = {"a": torch.arange(3), "b": Ragged.from_lists([[1, 2], [0], [4]])}
     users, items = model(Batch(ids, torch.ones(3, 0), torch.ones(3), torch.arange(3)))

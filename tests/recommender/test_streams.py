@@ -13,13 +13,12 @@ import torch
 from unisono.collectives.groups import resolve_group
 from unisono.embedding import Ragged, hash_strings
 from unisono_models.datasets.file_patterns import find_files
-from unisono_models.recommender.data import criteo_lines, line_index
+from unisono_models.recommender.data import criteo
 from unisono_models.recommender.data.batch import Batch
-from unisono_models.recommender.data.blocks import BlockOrder, share
-from unisono_models.recommender.data.criteo import HEX_COLUMNS, INTEGER_COLUMNS, CriteoBlocks
-from unisono_models.recommender.data.line_index import index_lines
-from unisono_models.recommender.data.stream import Stream, hold_out
-from unisono_models.recommender.features import Feature
+from unisono_models.recommender.data.chunks import ChunkOrder, StreamingDataset, share
+from unisono_models.recommender.data.criteo import HEX_COLUMNS, INTEGER_COLUMNS, CriteoChunks, index_lines
+from unisono_models.recommender.data.features import Feature
+from unisono_models.recommender.data.splits import split_chunks
 
 SOME = (Feature("I2", "number"), Feature("C26", "id", 50), Feature("I1", "number"), Feature("C1", "id", 100))
 EVERYTHING = (*(Feature(n, "number") for n in INTEGER_COLUMNS), *(Feature(n, "id", 10) for n in HEX_COLUMNS))
@@ -34,9 +33,9 @@ def write(path, lines, end="\n", last="\n"):
     return path
 
 
-def criteo(paths, features=SOME, lines_per_block=4):
+def criteo_chunks(paths, features=SOME, lines_per_block=4):
     paths = [paths] if not isinstance(paths, list) else paths
-    return CriteoBlocks(paths, features, index=index_lines(paths, lines_per_block=lines_per_block))
+    return CriteoChunks(paths, features, index=index_lines(paths, lines_per_block=lines_per_block))
 
 
 def read_all(blocks):
@@ -62,7 +61,7 @@ def test_fields_become_numbers_and_ids(tmp_path, end, last):
         line(I1="17", I2="1234567890123", C26="68fd1e64"),
         line(),
     ]
-    batch = read_all(criteo(write(tmp_path / "day_0", lines, end, last)))
+    batch = read_all(criteo_chunks(write(tmp_path / "day_0", lines, end, last)))
     assert batch.labels.tolist() == [0, 1, 1] and batch.skipped == () and list(batch.ids) == ["C26", "C1"]
     assert batch.ids["C26"].tolist() == [-2, 0x68FD1E64, -1] and batch.ids["C1"].tolist() == [255, -1, -1]
     expected = torch.tensor([[3.0, 1.0], [1234567890126.0, 20.0], [3.0, 3.0]], dtype=torch.float64).log().float()
@@ -88,7 +87,7 @@ def test_bad_lines_are_skipped_by_number_and_reason(tmp_path):
     }
     wrong = [(reason, text) for reason, texts in bad.items() for text in texts]
     lines = [text for k, (_, wrong_line) in enumerate(wrong) for text in (wrong_line, line(C1=f"{k:x}"))]
-    blocks = criteo([write(tmp_path / "day_0", [line()] * 6), write(tmp_path / "day_1", lines, "\r\n")])
+    blocks = criteo_chunks([write(tmp_path / "day_0", [line()] * 6), write(tmp_path / "day_1", lines, "\r\n")])
     batch = read_all(blocks)
     assert [(skip.index, skip.name, skip.reason) for skip in batch.skipped] == [
         (2 * k + 1, "day_1", reason) for k, (reason, _) in enumerate(wrong)
@@ -97,7 +96,7 @@ def test_bad_lines_are_skipped_by_number_and_reason(tmp_path):
     assert batch.ids["C1"][6:].tolist() == list(range(len(wrong)))
     errors = {skip.error for skip in batch.skipped}
     assert {"2 columns, expected 40", "39 columns, expected 40", "I2 is '1.5'", "C26 is 'g'", "C26 is 'a\\rb'", "'2'"} <= errors
-    alone = read_all(criteo([tmp_path / "day_0", tmp_path / "day_1"], lines_per_block=1))
+    alone = read_all(criteo_chunks([tmp_path / "day_0", tmp_path / "day_1"], lines_per_block=1))
     assert rows_of(alone) == rows_of(batch) and alone.skipped == batch.skipped
     shares = [blocks.read(3, 0, 1), blocks.read(3, 1, 3), blocks.read(3, 3, 4)]
     assert rows_of(Batch.join(shares)) == rows_of(blocks.read(3, 0, 4))
@@ -106,8 +105,8 @@ def test_bad_lines_are_skipped_by_number_and_reason(tmp_path):
 
 def test_columns_not_asked_for_are_not_looked_at(tmp_path):
     path = write(tmp_path / "a.tsv", [line(I1="x", C1="7", C2="zz")])
-    assert read_all(criteo(path, [Feature("C1")])).ids["C1"].tolist() == [7]
-    assert read_all(criteo(path, [])).labels.tolist() == [1]
+    assert read_all(criteo_chunks(path, [Feature("C1")])).ids["C1"].tolist() == [7]
+    assert read_all(criteo_chunks(path, [])).labels.tolist() == [1]
 
 
 def test_many_lines_at_once_are_as_line_by_line():
@@ -123,8 +122,8 @@ def test_many_lines_at_once_are_as_line_by_line():
         data = bytearray((end.join(lines) + end).encode())
         if trial % 2:
             data[draw.randrange(len(data) - 1)] = draw.choice(b"\t\n\r-+ x7fG\xff")
-        slow = criteo_lines._parse_each(bytes(data), *parts)
-        fast = criteo_lines._parse_all(bytes(data), range(1, 14), range(14, 40))
+        slow = criteo._parse_each(bytes(data), *parts)
+        fast = criteo._parse_all(bytes(data), range(1, 14), range(14, 40))
         if fast is not None:
             whole += 1
             assert not slow.bad and all((a == b).all() for a, b in zip(fast[:4], slow[:4], strict=True))
@@ -142,7 +141,7 @@ def test_many_lines_at_once_are_as_line_by_line():
 )
 def test_criteo_refuses_other_features(tmp_path, feature, words):
     with pytest.raises(ValueError, match=words):
-        criteo(write(tmp_path / "a", [line()]), [feature])
+        criteo_chunks(write(tmp_path / "a", [line()]), [feature])
 
 
 # the index of lines
@@ -165,7 +164,7 @@ def write_texts(folder):
 @pytest.mark.parametrize("every", [1, 3, 512])
 def test_index_has_every_line_once(tmp_path, every, monkeypatch):
     paths = write_texts(tmp_path)
-    monkeypatch.setattr(line_index, "_CHUNK", 5)
+    monkeypatch.setattr(criteo, "_CHUNK", 5)
     index = index_lines(paths, lines_per_block=every)
     places = [index.locate(block) for block in range(len(index.sizes))]
     found = [(p.file, paths[p.file].read_bytes()[p.start : p.stop], p.line) for p in places]
@@ -177,7 +176,7 @@ def test_index_has_every_line_once(tmp_path, every, monkeypatch):
 def indexes(paths, segment, gone):
     ranks = resolve_group(None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(line_index, "_SEGMENT", segment)
+        patch.setattr(criteo, "_SEGMENT", segment)
         index = index_lines(paths, lines_per_block=3)
     with pytest.raises(Exception, match=r"index_lines: rank 1: FileNotFoundError" if ranks.size > 1 else "No such file"):
         index_lines([gone if ranks.rank == min(1, ranks.size - 1) else paths[3]])
@@ -203,7 +202,7 @@ def test_compressed_and_changed_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"day_0.gz: a compressed file cannot be .*: unpack it, or convert it to parquet"):
         index_lines([write(tmp_path / "day_0.gz", ["x"])])
     path = write(tmp_path / "day_0", [line()] * 9)
-    blocks = criteo(path)
+    blocks = criteo_chunks(path)
     write(path, [line()] * 9, last="")
     with pytest.raises(OSError, match=r"day_0 has changed since it was indexed"):
         blocks.read(2, 0, 1)
@@ -219,7 +218,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     assert path.stat().st_size > 28e6
     tracemalloc.start()
     try:
-        stream = Stream(criteo(path, SOME, 512), features=SOME, ids="hashed", batch=512, seed=0)
+        stream = StreamingDataset(criteo_chunks(path, SOME, 512), features=SOME, ids="hashed", batch=512, seed=0)
         indexed = tracemalloc.get_traced_memory()[1]
         read = sum(len(stream.batch(step, 0, 1)) for step in range(40)) + sum(
             len(b) for b, _ in zip(stream.scan(0, 9), "abc", strict=False)
@@ -244,7 +243,7 @@ def step_rows(order, step, size):
 @pytest.mark.parametrize("batch", [1, 5, 24, 100])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_order_has_every_row_once_an_epoch_on_any_ranks(batch, shuffle):
-    order = BlockOrder(SIZES, batch=batch, seed=3, shuffle=shuffle)
+    order = ChunkOrder(SIZES, batch=batch, seed=3, shuffle=shuffle)
     every = [(block, place) for block, size in enumerate(SIZES.tolist()) for place in range(size)]
     steps = order.steps_per_epoch
     assert steps == math.ceil(len(every) / batch) and sum(map(order.size_of, range(steps))) == len(every)
@@ -255,7 +254,7 @@ def test_order_has_every_row_once_an_epoch_on_any_ranks(batch, shuffle):
         expected = step_rows(order, step, 1)
         assert len(expected) == min(batch, len(every) - step % steps * batch)
         for size in (2, 3, 4):
-            again = BlockOrder(SIZES, batch=batch, seed=3, shuffle=shuffle)
+            again = ChunkOrder(SIZES, batch=batch, seed=3, shuffle=shuffle)
             assert step_rows(again, step, size) == expected
             counts = [sum(stop - start for _, start, stop in again.parts(step, rank, size)) for rank in range(size)]
             assert counts == [len(x) for x in torch.arange(len(expected)).tensor_split(size)]
@@ -263,7 +262,7 @@ def test_order_has_every_row_once_an_epoch_on_any_ranks(batch, shuffle):
 
 def test_order_keeps_groups_together():
     sizes, groups = torch.ones(60, dtype=torch.int64), torch.arange(60) // 5
-    order = BlockOrder(sizes, batch=60, seed=0, groups=groups)
+    order = ChunkOrder(sizes, batch=60, seed=0, groups=groups)
     blocks = torch.tensor([[block for block, _, _ in order.parts(epoch, 0, 1)] for epoch in range(2)])
     assert (blocks.sort().values == torch.arange(60)).all() and (blocks[0] != blocks[1]).any()
     found = groups[blocks].view(2, 12, 5)
@@ -272,11 +271,11 @@ def test_order_keeps_groups_together():
 
 
 def test_order_goes_by_the_seed_and_refuses_nonsense():
-    assert BlockOrder(SIZES, batch=24, seed=0).parts(0, 0, 1) != BlockOrder(SIZES, batch=24, seed=1).parts(0, 0, 1)
+    assert ChunkOrder(SIZES, batch=24, seed=0).parts(0, 0, 1) != ChunkOrder(SIZES, batch=24, seed=1).parts(0, 0, 1)
     with pytest.raises(ValueError, match="batch=0"):
-        BlockOrder(SIZES, batch=0, seed=0)
+        ChunkOrder(SIZES, batch=0, seed=0)
     with pytest.raises(ValueError, match="without any row"):
-        BlockOrder(SIZES[1:2], batch=1, seed=0).parts(0, 0, 1)
+        ChunkOrder(SIZES[1:2], batch=1, seed=0).parts(0, 0, 1)
     with pytest.raises(ValueError, match="rank=2 must be"):
         share(3, 2, 2)
 
@@ -296,8 +295,8 @@ def three_days(tmp_path):
 
 
 def test_batches_and_scans_do_not_depend_on_ranks(three_days):
-    blocks = criteo(three_days)
-    stream = Stream(blocks, features=SOME, ids="mapped", batch=6, seed=1)
+    blocks = criteo_chunks(three_days)
+    stream = StreamingDataset(blocks, features=SOME, ids="mapped", batch=6, seed=1)
     assert stream.rows == 23 and [stream.size_of(step) for step in range(5)] == [6, 6, 6, 5, 6]
     steps = [stream.batch(step, 0, 1) for step in range(8)]
     for epoch in (steps[:4], steps[4:]):
@@ -307,7 +306,7 @@ def test_batches_and_scans_do_not_depend_on_ranks(three_days):
     assert torch.cat([b.index for b in steps[:4]]).tolist() != torch.cat([b.index for b in steps[4:]]).tolist()
     whole = rows_of(read_all(blocks))
     for size in (1, 2, 3, 4, 30):
-        again = Stream(blocks, features=SOME, ids="mapped", batch=6, seed=1)
+        again = StreamingDataset(blocks, features=SOME, ids="mapped", batch=6, seed=1)
         for step in (6, 2):
             parts = [again.batch(step, rank, size) for rank in range(size)]
             assert rows_of(Batch.join(parts)) == rows_of(steps[step])
@@ -318,32 +317,32 @@ def test_batches_and_scans_do_not_depend_on_ranks(three_days):
 
 
 def test_some_blocks_and_no_rows(three_days):
-    blocks = criteo(three_days)
+    blocks = criteo_chunks(three_days)
     chosen = torch.tensor([5, 0, 2])
-    stream = Stream(blocks, chosen, features=SOME, ids="mapped", batch=100, seed=0)
+    stream = StreamingDataset(blocks, chosen, features=SOME, ids="mapped", batch=100, seed=0)
     expected = [0, 1, 2, 3, 8, 9, 10, 11, 19, 20, 21, 22]
     assert stream.rows == 12 and sorted(stream.batch(0, 0, 1).index.tolist()) == expected
     assert next(stream.scan(0, 1)).index.tolist() == expected
-    none = Stream(blocks, chosen[:0], features=SOME, ids="mapped", batch=1, seed=0)
+    none = StreamingDataset(blocks, chosen[:0], features=SOME, ids="mapped", batch=1, seed=0)
     assert none.rows == 0 and [len(batch) for batch in none.scan(0, 1)] == [0]
     assert none.batch is not None and next(none.scan(0, 1)).numbers.shape == (0, 2)
     with pytest.raises(ValueError, match="without any row"):
         none.batch(0, 0, 1)
     with pytest.raises(ValueError, match="expected different numbers from 0 to 5, got"):
-        Stream(blocks, torch.tensor([1, 1]), features=SOME, ids="mapped", batch=1, seed=0)
+        StreamingDataset(blocks, torch.tensor([1, 1]), features=SOME, ids="mapped", batch=1, seed=0)
 
 
 def test_hashed_ids_are_rows_of_their_tables(three_days):
-    blocks = criteo(three_days)
-    raw = next(Stream(blocks, features=SOME, ids="mapped", batch=1, seed=0).scan(0, 1))
-    found = next(Stream(blocks, features=SOME, ids="hashed", batch=1, seed=0).scan(0, 1))
+    blocks = criteo_chunks(three_days)
+    raw = next(StreamingDataset(blocks, features=SOME, ids="mapped", batch=1, seed=0).scan(0, 1))
+    found = next(StreamingDataset(blocks, features=SOME, ids="hashed", batch=1, seed=0).scan(0, 1))
     rows = found.ids["C1"]
     assert int(rows.min()) >= 1 and int(rows.max()) <= 99 and 15 < len(rows.unique()) <= 22
     assert raw.ids["C26"].unique().tolist() == [-1] and found.ids["C26"].unique().tolist() == [0]  # blank
     with pytest.raises(ValueError, match="C2: ids='hashed' needs the number of rows"):
-        Stream(blocks, features=[Feature("C2")], ids="hashed", batch=1, seed=0)
+        StreamingDataset(blocks, features=[Feature("C2")], ids="hashed", batch=1, seed=0)
     with pytest.raises(ValueError, match="ids='hash' must be"):
-        Stream(blocks, features=SOME, ids="hash", batch=1, seed=0)
+        StreamingDataset(blocks, features=SOME, ids="hash", batch=1, seed=0)
 
 
 @dataclass
@@ -354,23 +353,23 @@ class Sizes:
 
 def test_held_out_blocks_are_disjoint_and_about_as_many_as_asked():
     blocks = Sizes(torch.tensor([5, 3, 0, 8, 4] * 100))
-    train, valid, test = hold_out(blocks, 0.1, seed=0)
+    train, valid, test = split_chunks(blocks, 0.1, seed=0)
     filled = blocks.sizes.nonzero().squeeze(1).tolist()
     assert sorted(torch.cat([train, valid, test]).tolist()) == filled and train.tolist() == sorted(train.tolist())
     assert all(200 <= int(blocks.sizes[part].sum()) < 208 for part in (valid, test))
-    assert hold_out(blocks, 0.1, seed=0)[1].tolist() == valid.tolist() != hold_out(blocks, 0.1, seed=1)[1].tolist()
-    assert [len(part) for part in hold_out(blocks, 0, seed=0)] == [len(filled), 0, 0]
+    assert split_chunks(blocks, 0.1, seed=0)[1].tolist() == valid.tolist() != split_chunks(blocks, 0.1, seed=1)[1].tolist()
+    assert [len(part) for part in split_chunks(blocks, 0, seed=0)] == [len(filled), 0, 0]
     groups = torch.arange(500) // 10
-    kept = [set(groups[x].tolist()) for x in hold_out(Sizes(blocks.sizes, groups), 0.1, seed=0)]
+    kept = [set(groups[x].tolist()) for x in split_chunks(Sizes(blocks.sizes, groups), 0.1, seed=0)]
     assert [len(x) for x in kept] == [40, 5, 5] and not kept[0] & kept[1] and not kept[1] & kept[2] and not kept[0] & kept[2]
-    torn = hold_out(Sizes(blocks.sizes, groups // 10), 0.1, seed=0)  # of 5 groups half a one: blocks of all of them
+    torn = split_chunks(Sizes(blocks.sizes, groups // 10), 0.1, seed=0)  # of 5 groups half a one: blocks of all of them
     assert [x.tolist() for x in torn] == [x.tolist() for x in (train, valid, test)]
     few = Sizes(torch.tensor([9, 9, 9]))
-    assert [len(part) for part in hold_out(few, 0.01, seed=0)] == [1, 1, 1]
+    assert [len(part) for part in split_chunks(few, 0.01, seed=0)] == [1, 1, 1]
     with pytest.raises(ValueError, match="2 blocks with 18 rows are too few"):
-        hold_out(Sizes(few.sizes[:2]), 0.01, seed=0)
+        split_chunks(Sizes(few.sizes[:2]), 0.01, seed=0)
     with pytest.raises(ValueError, match=r"part=0\.5 must"):
-        hold_out(few, 0.5, seed=0)
+        split_chunks(few, 0.5, seed=0)
 
 
 # parquet
@@ -383,9 +382,9 @@ def write_parquet(path, rows_per_group=3, **columns):
 
 
 def parquet(paths, features, **options):
-    from unisono_models.recommender.data.parquet import ParquetBlocks
+    from unisono_models.recommender.data.parquet import ParquetChunks
 
-    return ParquetBlocks(paths if isinstance(paths, list) else [paths], features, **options)
+    return ParquetChunks(paths if isinstance(paths, list) else [paths], features, **options)
 
 
 def test_parquet_columns_become_features(tmp_path):
@@ -424,7 +423,7 @@ def test_parquet_columns_become_features(tmp_path):
     assert batch.numbers.tolist() == [[1, 0.5], [0, 1.5], [3, 0], [4, -2], [5, 3]] and batch.labels.tolist() == [1, 0, 1, 0, 1]
     parts = [blocks.read(2, 0, 1), blocks.read(0, 1, 2), blocks.read(1, 0, 0)]
     assert rows_of(Batch.join(parts)) == [rows_of(batch)[3], rows_of(batch)[1]]
-    stream = Stream(
+    stream = StreamingDataset(
         blocks, features=[Feature(f.name, f.kind, 9 * (f.kind != "number")) for f in features], ids="hashed", batch=2, seed=0
     )
     hashed = Batch.join([stream.batch(0, rank, 3) for rank in range(3)])

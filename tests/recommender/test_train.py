@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.skip_plots import skip_plots
-from unisono_models.recommender import evaluate, recommend
-from unisono_models.recommender.evaluate import evaluate_run
+from unisono_models.recommender.commands import evaluate, recommend
+from unisono_models.recommender.commands.evaluate import evaluate_run
 from unisono_models.recommender.export import read_export
 from unisono_models.recommender.train import main
 from unisono_models.training.distributed.launch import Ranks
@@ -135,7 +135,7 @@ def test_exported_model_predicts_and_recommends(on_two, capsys):
 def test_nothing_that_a_user_knows_is_recommended(on_two):
     config = json.loads((on_two / "config.json").read_text())["config"]["data"]
     exported = read_export(on_two / "export")
-    source = recommend.open_source(
+    source = recommend.build_datasets(
         recommend.replace(recommend.find_run(on_two).data, keep="(-inf,inf)"), seed=0, ranks=Ranks(0, 1, 0, torch.device("cpu"))
     )
     ratings = source.ratings
@@ -164,7 +164,9 @@ def test_towers_give_the_same_curve_and_ranking(ranks, tmp_path):
     for figures, kept in ranks(evaluated, tmp_path / "2", world_size=3):
         assert furthest(figures, {name: kept[name] for name in figures}) < 1e-3
     exported = read_export(tmp_path / "2/export")
-    source = recommend.open_source(recommend.find_run(tmp_path / "2").data, seed=0, ranks=Ranks(0, 1, 0, torch.device("cpu")))
+    source = recommend.build_datasets(
+        recommend.find_run(tmp_path / "2").data, seed=0, ranks=Ranks(0, 1, 0, torch.device("cpu"))
+    )
     assert len(recommend.recommend(exported, source.ratings, "13", top=3, titles={})) == 3
 
 

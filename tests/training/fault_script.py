@@ -33,8 +33,8 @@ def main() -> None:
         threading.Thread(target=time.sleep, args=(600,)).start()
     with (
         start_ranks(timeout=args.timeout) as ranks,
-        StopSignal() as stopping,
-        Watchdog(ranks, timeout=args.patience) as heartbeat,
+        StopSignal() as stop_signal,
+        Watchdog(ranks, timeout=args.patience) as watchdog,
         Checkpoints(args.dir / "checkpoints", timeout=args.timeout) as checkpoints,
     ):
         torch.manual_seed(SEED)
@@ -57,15 +57,15 @@ def main() -> None:
             if ranks.first:
                 with open(args.dir / "losses.jsonl", "a") as file:
                     file.write(json.dumps({"step": step, "loss": loss.item(), "ranks": ranks.size}) + "\n")
-            heartbeat.beat(step + 1)
-            stop = stopping.agreed()
+            watchdog.beat(step + 1)
+            stop = stop_signal.received_by_any_rank()
             if stop or (step + 1) % args.every == 0 or step + 1 == args.steps:
                 checkpoints.save(step + 1, model, optimizer, {"step": step + 1})
             if stop:
                 break
             time.sleep(args.pace)
     if ranks.first:
-        print(f"ends after step {step + 1}{f', told by {stopping.told}' if stopping.told else ''}", flush=True)
+        print(f"ends after step {step + 1}{f', after {stop_signal.received}' if stop_signal.received else ''}", flush=True)
 
 
 class Mlp(nn.Module):

@@ -105,22 +105,22 @@ def test_overrides_change_what_they_name_and_nothing_else():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["smal_one"], "no recipe 'smal_one'. Did you mean small_one? The recipes: small_one, large_one"),
-        (["zebra"], "no recipe 'zebra'. The recipes: small_one, large_one"),
+        (["smal_one"], "no recipe 'smal_one'. Did you mean small_one? The recipes are: small_one, large_one"),
+        (["zebra"], "no recipe 'zebra'. The recipes are: small_one, large_one"),
         (["small_one", "--net.widht", "9"], "--net.width"),
         (["--run.stepps", "9"], "--run.steps"),
         (["small_one", "--net.width", "nine"], "nine"),
         (["small_one", "--net.norm", "batch"], "batch"),
-        (["small_one", "--config", "runs/x"], "--config stands in place of the name of a recipe: put it first"),
+        (["small_one", "--config", "runs/x"], "--config replaces the name of a recipe: put it first"),
         (["small_one", "large_one"], "large_one"),
-        (["--config"], "--config: the config.json of a run, or its directory, has to follow"),
-        (["--config="], "--config: the config.json of a run, or its directory, has to follow"),
+        (["--config"], "--config needs the directory of a run, or its config.json"),
+        (["--config="], "--config needs the directory of a run, or its config.json"),
         (["--config", "/no/such/run"], "--config /no/such/run: "),
     ],
 )
 def test_rejects_and_says_what_would_be_right(capsys, args, words):
     said = refusal(capsys, args)
-    assert words in said and "python -m unisono_models.toy.train" in said and "Traceback" not in said
+    assert words in said and "python -m unisono_models.toy train" in said and "Traceback" not in said
 
 
 def test_unknown_recipe_is_an_error_in_code():
@@ -141,8 +141,8 @@ def test_config_of_a_run_takes_the_place_of_a_recipe(tmp_path):
     ("how", "words"),
     [
         ({"model": "clip"}, "a run of clip, not of toy"),
-        ({"recipe": "../../etc"}, "'../../etc' is no name of a recipe"),
-        ({"recipe": 3}, "3 is no name of a recipe"),
+        ({"recipe": "../../etc"}, "'../../etc' is not the name of a recipe"),
+        ({"recipe": 3}, "3 is not the name of a recipe"),
         ({"net": {"width": "wide"}}, "net.width: 'wide' is not int"),
         ({"net": {"widht": 3}}, "net.widht: Net has no such field, only width, norm, shape"),
     ],
@@ -187,7 +187,7 @@ def test_recipes_survive_their_config_file(tmp_path):
 
 @pytest.mark.parametrize("args", [["smal_one"], ["small_one", "--net.widht", "9"], ["--help"], ["small_one", "--help"]])
 def test_only_rank_0_prints(capsys, monkeypatch, args):
-    monkeypatch.setattr(recipes_module, "_FIRST_WORD", 0.0)
+    monkeypatch.setattr(recipes_module, "_RANK_0_FIRST", 0.0)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
         TOYS.choose(args)

@@ -125,7 +125,7 @@ def test_killed_ranks_restart_with_the_same_losses(scenario):
     assert run.output.count("starts at step 0 on 2 ranks") == 1
     # First rank 1 dies. Then rank 0 dies within the checkpoint of step 8, whose data is there but not its COMMIT.
     assert run.output.count("starts at step 4 on 2 ranks") == 2
-    assert "step-00000008 passed over: unfinished" in run.output
+    assert "step-00000008 skipped: unfinished" in run.output
     assert len(reference.losses) == STEPS < len(run.losses)
     assert by_step(run.losses) == by_step(reference.losses)
 
@@ -161,7 +161,7 @@ def test_watchdog_prints_the_stacks_of_every_rank(scenario):
 
 def test_run_told_to_stop_saves_and_goes_on_at_that_very_step(scenario):
     (first, second, _, _), reference = scenario(told_to_stop), scenario(unbroken)
-    assert "told by SIGTERM" in first.output
+    assert "after SIGTERM" in first.output
     done = first.losses[-1]["step"] + 1
     assert f"starts at step {done} on 2 ranks" in second.output
     assert second.status == 0, second.output

@@ -107,7 +107,7 @@ def test_report_is_whole_in_itself_and_escapes_everything(shown):
 def test_report_says_how_to_run_again(run):
     page = report(run)
     assert f"python -m unisono_models.training reproduce {run.path}" in page
-    assert f"torchrun --standalone --nproc-per-node 2 -m unisono_models.clip.train --config {run.path}/config.json" in page
+    assert f"torchrun --standalone --nproc-per-node 2 -m unisono_models.clip train --config {run.path}/config.json" in page
 
 
 def test_final_metrics_are_the_summary_or_the_last_evaluation(run):

@@ -77,7 +77,7 @@ def test_negative_zero_is_not_zero_and_evaluations_count(tmp_path):
 def test_uncommitted_changes_are_pointed_out(tmp_path):
     dirty = other(git={"commit": "abc", "dirty": True})
     verdict = compare_runs(make_run(tmp_path / "a", [1.0], start=dirty), make_run(tmp_path / "b", [2.0]))
-    assert "changes that are in no commit" in verdict.text
+    assert "uncommitted changes" in verdict.text
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_uncommitted_changes_are_pointed_out(tmp_path):
         (other(git=None), "git.commit abc and None"),
     ],
 )
-def test_other_circumstances_allow_for_rounding(tmp_path, start, words):
+def test_other_environments_allow_for_rounding(tmp_path, start, words):
     old = make_run(tmp_path / "a", LOSSES)
     near = [loss * (1 + 1e-7) for loss in LOSSES[:10]] + [loss * 1.01 for loss in LOSSES[10:]]
     verdict = compare_runs(old, make_run(tmp_path / "b", near, start=start))
@@ -103,10 +103,10 @@ def test_other_circumstances_allow_for_rounding(tmp_path, start, words):
 
 def test_threads_that_came_of_different_variables_are_the_same(tmp_path):
     runs = [make_run(tmp_path / "a", [1.0]), make_run(tmp_path / "b", [2.0], start=other(environment={"OMP_NUM_THREADS": "1"}))]
-    assert "circumstances" not in compare_runs(*runs).text
+    assert "environments" not in compare_runs(*runs).text
 
 
-def test_restarts_with_other_ranks_are_other_circumstances(tmp_path):
+def test_restarts_with_other_ranks_are_other_environments(tmp_path):
     a = make_run(tmp_path / "a", LOSSES, starts=[START, other(world_size=3)])
     verdict = compare_runs(a, make_run(tmp_path / "b", [loss * (1 + 1e-8) for loss in LOSSES]))
     assert verdict.good and "world_size 2, then 3 and 2" in verdict.text
@@ -173,11 +173,12 @@ TRAIN = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from tests.training.test_reproduce import ToyConfig, train_toy
+from tests.training.run.test_reproduce import ToyConfig, train_toy
 from unisono_models.training.config.serialization import config_from_json, read_json
 from unisono_models.training.distributed.launch import start_ranks
 
-given = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+assert sys.argv[1] == "train"
+given = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
 config = config_from_json(ToyConfig, read_json(Path(given["--config"]))["config"])
 stop = given.get("--run.stop-after")
 run = replace(config.run, dir=Path(given["--run.dir"]), stop_after=stop and int(stop))
@@ -192,7 +193,7 @@ def toy(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").touch()
     (folder / "__init__.py").touch()
-    (folder / "train.py").write_text(TRAIN)
+    (folder / "__main__.py").write_text(TRAIN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
     yield train_toy(ToyConfig(RunConfig(steps=12, seed=5, dir=tmp_path / "run")), SimpleNamespace(rank=0, size=1, first=True))
@@ -203,10 +204,10 @@ def toy(tmp_path, monkeypatch):
 def test_run_again_alone_is_bitwise_equal(toy, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     verdict = reproduce(toy, _package="toys")
-    assert verdict.good and "Reproduced: bitwise equal." in verdict.text and "circumstances" not in verdict.text, verdict.text
+    assert verdict.good and "Reproduced: bitwise equal." in verdict.text and "environments" not in verdict.text, verdict.text
     out = toy.with_name("run-reproduced")
     assert read_provenance(out)["starts"][0]["threads"] == read_provenance(toy)["starts"][0]["threads"]
-    assert f"-m toys.toy.train --config {toy}/config.json --run.dir {out}" in capfd.readouterr().out
+    assert f"-m toys.toy train --config {toy}/config.json --run.dir {out}" in capfd.readouterr().out
 
 
 def test_run_again_on_two_ranks_for_some_steps_is_within_rounding(toy, tmp_path):

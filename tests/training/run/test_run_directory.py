@@ -107,7 +107,7 @@ def test_given_directory_that_is_finished_or_no_run_is_rejected(tmp_path):
         opened(with_run(dir=Path("here")))
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos/cat.png").touch()
-    with pytest.raises(FileExistsError, match=r"not empty and not a run \(it holds cat\.png\)"):
+    with pytest.raises(FileExistsError, match=r"not empty and not a run \(it has cat\.png\)"):
         opened(with_run(dir=Path("photos")))
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="is a file"):

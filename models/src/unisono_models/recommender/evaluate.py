@@ -1,68 +1,111 @@
-"""The test of a finished run, again: python -m unisono_models.recommender.evaluate RUN_DIR (or by torchrun)"""
+"""How well a model predicts, or ranks: exact, over the rows of all ranks."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-import tyro
-from safetensors.torch import load_file
+import torch
+from torch import Tensor
 
-from unisono_models.recommender.config import Config
-from unisono_models.recommender.evaluation import Evaluator
-from unisono_models.recommender.export import FILES, dtype_of_weights, exported_data, load_weights, read_vocabularies
-from unisono_models.recommender.objective import make_learner
-from unisono_models.recommender.source import open_source
-from unisono_models.training.distributed.launch import Ranks, start_ranks
-from unisono_models.training.distributed.object_collectives import RanksError, raise_together
-from unisono_models.training.run.run_directory import find_run
+from unisono.collectives import all_gather
+from unisono.embedding import Ragged
+from unisono_models.datasets.skip_report import SkipReport
+from unisono_models.recommender.data.batch import move_ids, take_ids
+from unisono_models.recommender.data.dataset import Datasets, RowDataset, split_for_rank
+from unisono_models.recommender.data.ratings import UNKNOWN, Ratings
+from unisono_models.recommender.loss import TrainingModule
+from unisono_models.recommender.metrics.auc import click_metrics
+from unisono_models.recommender.metrics.ranking import ranking_metrics, top_items
+from unisono_models.recommender.model.two_tower import TwoTower
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.watchdog import Watchdog
+
+Which = Literal["valid", "test"]
+KS = (10, 50)
 
 
 @dataclass(frozen=True)
-class Options:
-    """Test the model that a run has exported, on the data of its config, alone or on any number of ranks by torchrun."""
+class Evaluator:
+    """Figures of a learner on the parts of its data that it is not trained on: the same on every rank."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """The directory of the run."""
-    part: Literal["test", "valid"] = "test"
-    source: str = ""
-    """Other data of the same layout, in place of what the run was tested on. Empty: where it was."""
+    learner: TrainingModule
+    source: Datasets
+    ranks: Ranks
+    heartbeat: Watchdog | None = None
+    dtype: torch.dtype = torch.float32
+    rows: int = 8192
+    max_broken: float = 1.0
+    """An error if a larger part of the rows is bad."""
+
+    @torch.no_grad()
+    def __call__(self, which: Which) -> dict[str, float]:
+        """By "valid/auc" and so on. All ranks call."""
+        self.learner.eval()
+        part = self.source.valid if which == "valid" else self.source.test
+        model = self.learner.model
+        found = self._rank(model, part, which) if isinstance(model, TwoTower) else self._predict(part, which)
+        return {f"{which}/{name}": value for name, value in found.items()}
+
+    def _predict(self, part: RowDataset, which: Which) -> dict[str, float]:
+        logits, labels, skipped = [], [], SkipReport(what=f"rows of {which}", place="line")
+        for batch in part.scan(self.ranks.rank, self.ranks.size, self.rows):
+            skipped.add(batch)
+            batch = batch.to(self.ranks.device, self.dtype)
+            logits.append(self.learner.model(batch))
+            labels.append(batch.labels)
+            self._beat()
+        skipped.check(self.max_broken)
+        found = click_metrics(torch.cat(logits), torch.cat(labels))
+        bad = sum(skipped.summary()["reasons"].values())
+        return found | ({"bad_rows": float(bad)} if bad else {})
+
+    def _rank(self, model: TwoTower, part: RowDataset, which: Which) -> dict[str, float]:
+        """Full sort: each user ranks all items but those of earlier parts: of training, and for the test of validation, too."""
+        ratings = self.source.ratings
+        assert ratings is not None
+        before = [self.source.train, *([self.source.valid] if which == "test" else [])]
+        seen = _items_by_user(ratings, torch.cat([self.source.rows_of(each) for each in before]))
+        relevant = _items_by_user(ratings, self.source.rows_of(part))
+        items = ratings.items[ratings.items > UNKNOWN].unique()  # what nobody touched is no candidate
+        vectors = self._encode_items(model, ratings, items)
+        users = relevant.lengths().nonzero().squeeze(1)
+        users = users[users > UNKNOWN]
+        places, right = [], []
+        for share in split_for_rank(len(users), self.ranks.rank, self.ranks.size, self.rows):
+            mine = users[share]
+            queries = model.encode_users(ratings.join(mine, mine.new_zeros(len(mine))).to(self.ranks.device).ids)
+            known, wanted = (move_ids(_places(bags, mine, items), self.ranks.device) for bags in (seen, relevant))
+            places.append(top_items(queries, vectors, k=max(KS), seen=known)[1])
+            right.append(wanted)
+            self._beat()
+        whole = Ragged.from_lengths(torch.cat([x.values for x in right]), torch.cat([x.lengths() for x in right]))
+        return ranking_metrics(torch.cat(places), whole, ks=KS)
+
+    def _encode_items(self, model: TwoTower, ratings: Ratings, items: Tensor) -> Tensor:
+        """The vectors of all items, on every rank; each rank makes its share."""
+        parts = []
+        for share in split_for_rank(len(items), self.ranks.rank, self.ranks.size, self.rows):
+            mine = items[share]
+            parts.append(model.encode_items(ratings.join(mine.new_zeros(len(mine)), mine).to(self.ranks.device).ids))
+            self._beat()
+        return all_gather(torch.cat(parts))
+
+    def _beat(self) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.beat()
 
 
-def evaluate_run(options: Options, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
-    """The figures of the exported model, and those that the run has kept. All ranks call."""
-    with raise_together("evaluate"):
-        config = find_run(options.run, model="recommender", kind=Config, files=FILES)
-        config = replace(config, data=exported_data(options.run / "export"))
-        weights = load_file(options.run / "export" / FILES[0])
-        vocabularies = read_vocabularies(options.run / "export")
-        summary = options.run / "summary.json"
-        kept = json.loads(summary.read_text()) if summary.exists() else {}
-    if options.source and config.data.test and options.part == "test":
-        config = replace(config, data=replace(config.data, test=options.source))
-    elif options.source:
-        config = replace(config, data=replace(config.data, source=options.source))
-    source = open_source(config.data, seed=config.run.seed, ranks=ranks, vocabularies=vocabularies)
-    dtype = dtype_of_weights(weights)
-    learner = make_learner(config, source, dtype=dtype, device=ranks.device)
-    load_weights(learner.model, weights)
-    return Evaluator(learner, source, ranks, dtype=dtype, max_broken=config.data.max_broken)(options.part), kept
+def _items_by_user(ratings: Ratings, rows: Tensor) -> Ragged:
+    """The items of each user among these rows, by the user's row in the vocabulary."""
+    rows = rows[ratings.items[rows] > UNKNOWN]
+    users, order = ratings.users[rows].sort(stable=True)
+    counts = users.bincount(minlength=len(ratings.vocabularies[ratings.user]))
+    return Ragged.from_lengths(ratings.items[rows][order], counts)
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    options = tyro.cli(Options, prog="python -m unisono_models.recommender.evaluate", args=args)
-    with start_ranks(timeout=300) as ranks:
-        try:
-            found, kept = evaluate_run(options, ranks)
-        except (ValueError, OSError, RanksError) as error:
-            raise SystemExit(str(error)) from None
-        if ranks.first:
-            for name, value in found.items():
-                print(f"{name:24} {value:.6f}" + (f"   (run: {kept[name]:.6f})" if name in kept else ""))
-
-
-if __name__ == "__main__":
-    main()
+def _places(bags: Ragged, users: Tensor, items: Tensor) -> Ragged:
+    """The bags of these users, as places among `items`, which are sorted."""
+    taken = take_ids(bags, users)
+    assert isinstance(taken, Ragged)
+    return taken._replace(values=torch.searchsorted(items, taken.values))

@@ -13,19 +13,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from unisono.embedding import EmbeddingCollection
-from unisono_models.recommender.click_model import ClickModel, table_width
 from unisono_models.recommender.config import DataConfig, ModelConfig, TablesConfig
-from unisono_models.recommender.data.vocabulary import Vocabulary
-from unisono_models.recommender.features import Feature
-from unisono_models.recommender.tables import Tables
-from unisono_models.recommender.two_tower import TwoTower
+from unisono_models.recommender.data.features import Feature
+from unisono_models.recommender.data.ratings import Vocabulary
+from unisono_models.recommender.model.click_model import ClickModel, table_width
+from unisono_models.recommender.model.tables import EmbeddingTables
+from unisono_models.recommender.model.two_tower import TwoTower
 from unisono_models.training.config.serialization import config_from_json, config_to_json
 
 FILES = ("model.safetensors", "config.json", "vocabularies.json")
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedModel:
     """A model with what it needs to be used: its features, and the vocabularies that give their values rows."""
 
     model: ClickModel | TwoTower
@@ -76,7 +76,7 @@ def write_export(
     (folder / FILES[2]).write_text(json.dumps(words, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read_export(folder: Path | str) -> Exported:
+def read_export(folder: Path | str) -> ExportedModel:
     """The model in a folder that a run has exported, for prediction. Alone or on all ranks together.
 
     Example:
@@ -90,7 +90,7 @@ def read_export(folder: Path | str) -> Exported:
     tower = config.kind == "two_tower"
     wanted = {*config.users, *config.items} if tower else {feature.name for feature in features}
     weights = load_file(folder / FILES[0])
-    tables = Tables(
+    tables = EmbeddingTables(
         [feature for feature in features if feature.kind != "number" and feature.name in wanted],
         width=config.dim if tower else table_width(config),
         init=config.init,
@@ -101,7 +101,7 @@ def read_export(folder: Path | str) -> Exported:
     )
     model = TwoTower(config, tables) if tower else ClickModel(config, features, tables)
     load_weights(model, weights)
-    return Exported(model.eval(), features, read_vocabularies(folder))
+    return ExportedModel(model.eval(), features, read_vocabularies(folder))
 
 
 def read_vocabularies(folder: Path) -> dict[str, Vocabulary]:

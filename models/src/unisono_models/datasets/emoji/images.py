@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import tempfile
 from functools import cache as once
 from functools import lru_cache
 from importlib.metadata import version
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unisono_models.datasets.emoji.concepts import EmojiImage, folder_of, list_emoji
+from unisono_models.training.checkpoint.atomic_file import atomic_path
 from unisono_models.training.run.log import show_progress
 
 _LAYOUT = 1  # of the file; a new one makes old files go unused
@@ -42,13 +42,8 @@ def prepare_emoji_images(size: int, *, cache: Path | None = None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         drawings = list_emoji()[1]
         pixels = np.stack([render_emoji(drawing, size) for drawing in show_progress(drawings, f"drawings at {size} pixels")])
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-        os.close(handle)
-        try:
+        with atomic_path(path) as temporary:
             save_file({"pixels": torch.from_numpy(pixels).contiguous()}, temporary)
-            os.replace(temporary, path)  # at once: nobody ever reads half a file
-        finally:
-            Path(temporary).unlink(missing_ok=True)
     return path
 
 

@@ -65,3 +65,20 @@ class Images:
     def floats(self, places: Tensor, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
         """The pictures at `places` as (n, c, s, s) in [-1, 1], on `device`, or else where the pixels are."""
         return self.pixels[places].to(device or self.pixels.device).to(dtype) / 127.5 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """All pictures of a source that could be read, before they are split."""
+
+    images: Images
+    places: Tensor
+    """int64, (n,): where each picture comes in the source; broken ones have left gaps."""
+    total: int
+    """Pictures in the source, with the broken ones."""
+    test: Tensor | None = None
+    """bool, (n,): those of the source's own test set. None: it has none."""
+    notes: tuple[str, ...] = ()
+    """Where it comes from, and what is odd about it."""
+    families: tuple[str, ...] = ()
+    """A name for each image. Images of one family are variants of each other: all are held out, or none. (): no families."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unisono.embedding import Ragged
 from unisono_models.datasets.skip_report import SkippedSample
+from unisono_models.recommender.data.features import Feature
 
 Ids: TypeAlias = Tensor | Ragged
 
@@ -80,3 +81,21 @@ def take_ids(ids: Ids, rows: Tensor) -> Ids:
     ends = taken.offsets[1:]
     shift = (ids.offsets[rows] - (ends - lengths)).repeat_interleave(lengths)
     return taken._replace(values=ids.values[shift + torch.arange(len(shift), device=shift.device)])
+
+
+def empty_batch(features: Sequence[Feature], *, skipped: Sequence[SkippedSample] = ()) -> Batch:
+    """No rows, of these features.
+
+    Example:
+        >>> empty_batch([Feature("I1", "number"), Feature("C1")]).numbers.shape
+        torch.Size([0, 1])
+    """
+    none = torch.empty(0, dtype=torch.int64)
+    columns = sum(feature.kind == "number" for feature in features)
+    return Batch(
+        {f.name: Ragged.from_lengths(none, none) if f.kind == "ids" else none for f in features if f.kind != "number"},
+        numbers=torch.empty(0, columns),
+        labels=torch.empty(0),
+        index=none,
+        skipped=tuple(skipped),
+    )

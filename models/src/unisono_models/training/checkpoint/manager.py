@@ -1,4 +1,4 @@
-"""Checkpoints that are written in the background, verified before they are loaded, and never half there."""
+"""Checkpoints: written in the background, verified before they are loaded, complete or absent."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from unisono_models.training.checkpoint import manifest
 from unisono_models.training.checkpoint.atomic_file import write_new_file
 from unisono_models.training.checkpoint.manifest import Manifest
 from unisono_models.training.checkpoint.state_dict import Extra, LoadTargets, Optimizers, collect_state
-from unisono_models.training.checkpoint.storage import ShardReader, ShardWriter, StagedPlanner
-from unisono_models.training.checkpoint.tensor_index import TensorEntry, read_index
+from unisono_models.training.checkpoint.storage import ShardReader, ShardWriter, StagedPlanner, TensorEntry, read_index
 from unisono_models.training.distributed.object_collectives import (
     Json,
     RanksError,
@@ -38,22 +37,21 @@ from unisono_models.training.distributed.object_collectives import (
 )
 
 _STATE = "state.json"
-_WAY_OUT = 10.0  # seconds that a run which has failed leaves the save that is under way
+_EXIT_SECONDS = 10.0  # that a run which has failed waits for a save in progress
 
 
 class Checkpoints:
     """The checkpoints of a run: directory/step-00000120 and so on, on a file system that all hosts share.
 
-    Each step has a directory of its own, in which a COMMIT with the size and sha256 of every file comes last: what was cut
-    short by a crash does not count, and damage is found before anything is loaded. The number of ranks may change between
-    save and load, and so may the way the model is spread (none, DDP, FSDP2).
+    Each step has its own directory. A file COMMIT, with the size and sha256 of every other file, is written last. So a
+    directory that a crash left incomplete does not count, and damage is found before anything is loaded. The number of ranks
+    may change between save and load, and so may the way the model is distributed (not at all, DDP, FSDP2).
 
-    Nothing in a checkpoint is ever executed: tensors are plain bytes, all else is JSON, and no pickle is read. sha256
-    finds damage, not malice: whoever can write the directory can give you other weights, but not run code.
+    Nothing in a checkpoint is ever executed: tensors are plain bytes, all else is JSON, and no pickle is read. sha256 finds
+    damage, not malice: someone who can write the directory can change weights, but cannot run code.
 
-    All ranks construct it, and call its methods in the same order. It has a process group of its own (gloo), so that the
-    background work does not meet the collectives of training. `report` gets, on rank 0, a line for each checkpoint that
-    could not be saved or had to be passed over (default: stderr). A save that fails does not end training.
+    All ranks construct it and call its methods in the same order. It has its own process group (gloo), so that the work in the
+    background does not interfere with the collectives of training. A save that fails does not end training.
 
     Example:
         with Checkpoints(run.checkpoints, keep=2) as checkpoints:
@@ -71,9 +69,13 @@ class Checkpoints:
         report: Callable[[str], None] | None = None,
         timeout: float = 600.0,
     ) -> None:
-        """`keep`: how many of the newest stay; the one with the best score (the highest if `best` is "max") stays besides.
-
-        `timeout`: seconds that one rank waits for another in the background, which includes the other's writing.
+        """Args:
+        directory: Where the checkpoints are.
+        keep: The number of newest checkpoints that are kept. The one with the best score is kept in addition.
+        best: Whether the best score is the highest or the lowest.
+        report: Called on rank 0 with a line for each checkpoint that could not be saved or was skipped by `load`. None
+            prints it to stderr.
+        timeout: The seconds that a rank waits for another one in the background, which includes the time to write.
         """
         if keep < 1 or best not in ("max", "min"):
             raise ValueError(f"Checkpoints: keep={keep}, best={best!r}: keep at least 1, and best is 'max' or 'min'")
@@ -92,7 +94,7 @@ class Checkpoints:
         self._pending: tuple[int, futures.Future[str]] | None = None
         self._staged: dict[str, Tensor] = {}
         self._broken: list[str] = []
-        self._notes: list[str] = []  # for `report`, which is the main thread's
+        self._notes: list[str] = []  # for `report`, which only the main thread calls
 
     def save(
         self,
@@ -104,11 +106,16 @@ class Checkpoints:
         score: float | None = None,
         extra: Extra | None = None,
     ) -> None:
-        """Copy everything to host memory and return; the rest goes on in the background.
+        """Copy everything to host memory and return. A thread writes it to disk.
 
-        Waits for the previous save first, and reports if it failed. `optimizers`: one, or several by name. `state`: what
-        else the run needs to go on, as JSON, the same on every rank. `extra`: further tensors and modules, such as averaged
-        weights; `load` needs the same ones.
+        Waits for the previous save first, and reports if it failed.
+
+        Args:
+            step: The number of steps taken so far.
+            optimizers: One, or several by name.
+            state: What else the run needs to continue, as JSON, the same on every rank.
+            score: Decides which checkpoint is the best.
+            extra: Further tensors and modules, such as averaged weights. `load` needs the same ones.
         """
         self.wait()
         tensors, values = collect_state(model, optimizers, extra or {})
@@ -117,9 +124,9 @@ class Checkpoints:
         self._pending = (step, self._thread.submit(self._write, step, tensors, text, None if score is None else float(score)))
 
     def wait(self) -> bool:
-        """Until the save that is under way has ended. False if it failed, which is reported and added to `failures`, too.
+        """Wait for the save in progress. Return False if it failed, after reporting it and adding it to `failures`.
 
-        Raises: RuntimeError if another rank did not answer. That is no fault of the disk, and training cannot go on either.
+        Raises: RuntimeError if another rank did not answer. Then training cannot continue either.
         """
         if self._pending is None:
             return True
@@ -133,12 +140,12 @@ class Checkpoints:
         return not failure
 
     def load(self, model: nn.Module, optimizers: Optimizers, *, extra: Extra | None = None) -> tuple[int, Json] | None:
-        """Load the newest good checkpoint; returns its step and `state`, or None if there is none.
+        """Load the newest checkpoint that is not damaged. Return its step and `state`, or None if there is none.
 
-        Reports each newer one that it passed over, and why. Changes nothing on disk.
+        Reports each newer one that it skipped, and why. Changes nothing on disk.
 
-        Raises, on all ranks: RanksError (ValueError on one rank) if the checkpoint is good but does not fit these objects,
-        naming each tensor that is missing, or has another shape or dtype.
+        Raises: RanksError on all ranks (with one rank: ValueError) if the checkpoint does not fit these objects. It names each
+        tensor that is missing, or that has another shape or dtype.
         """
         self.wait()
         chosen = self._choose()
@@ -150,13 +157,13 @@ class Checkpoints:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             load(targets.tensors, storage_reader=ShardReader(path, index), planner=planner, process_group=self._group)
-        except CheckpointException as error:  # raised on all ranks; a BaseException, which no one expects
+        except CheckpointException as error:  # raised on all ranks; it is a BaseException, which callers do not expect
             raise RanksError(f"load {path}: {_explain(error)}") from error
         targets.install()
         return step, state
 
     def close(self) -> None:
-        """Wait, and give up the thread and the process group."""
+        """Wait for the save in progress, then end the thread and the process group."""
         self.wait()
         self._thread.shutdown()
         if self._group is not None:
@@ -170,7 +177,7 @@ class Checkpoints:
         if error[0] is None:
             self.close()
         else:
-            futures.wait([self._pending[1]] if self._pending else [], timeout=_WAY_OUT)  # the other ranks may be gone
+            futures.wait([self._pending[1]] if self._pending else [], timeout=_EXIT_SECONDS)  # the other ranks may be gone
             self._thread.shutdown(wait=False)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> None:
@@ -187,8 +194,9 @@ class Checkpoints:
             torch.accelerator.synchronize()
 
     def _write(self, step: int, tensors: dict[str, Tensor], text: bytes, score: float | None) -> str:
-        """In the background: what went wrong, or nothing, the same on every rank."""
-        path, committed = manifest.step_directory(self.directory, step), False
+        """Write a checkpoint, in the background. Return the error, or an empty text: the same on every rank."""
+        path = manifest.step_directory(self.directory, step)
+        committed = False
         try:
             with raise_together("begin", group=self._group):
                 if self._rank == 0:
@@ -200,18 +208,18 @@ class Checkpoints:
                 if self._rank == 0:
                     files[_STATE] = write_new_file(path / _STATE, text)
                     manifest.write_manifest(path, Manifest(step, self._size, score, files))
-                    committed = True  # whoever dies from now on
+                    committed = True  # from now on it counts, even if a rank dies
         except (Exception, CheckpointException) as error:
             if self._rank == 0 and not committed:
                 with suppress(OSError):
                     manifest.abandon(path)
-            if self._size > 1 and not isinstance(error, RanksError | CheckpointException):  # not one that all agreed on
+            if self._size > 1 and not isinstance(error, RanksError | CheckpointException):  # all ranks raise these
                 raise RuntimeError(
-                    f"checkpoint of step {step}: rank {self._rank} has lost the others: {_explain(error)}"
+                    f"checkpoint of step {step}: rank {self._rank} lost the other ranks: {_explain(error)}"
                 ) from error
             return _explain(error)
         if self._rank == 0:
-            self._broken = [name for name in self._broken if name != path.name]  # it was written anew
+            self._broken = [name for name in self._broken if name != path.name]  # it was written again
             try:
                 manifest.prune(self.directory, newest=path, keep=self._keep, best=self._best, broken=self._broken)
             except OSError as error:
@@ -219,19 +227,21 @@ class Checkpoints:
         return ""
 
     def _newest(self) -> str:
-        """Of those that are committed, for a message: on a disk that fails, this may fail, too."""
+        """Name the newest committed checkpoint, for a message. On a disk that fails, this may fail, too."""
         try:
             return next((path.name for path in manifest.list_steps(self.directory) if manifest.is_committed(path)), "none")
         except OSError as error:
             return f"unknown ({error.strerror})"
 
     def _choose(self) -> tuple[int, Path, dict[str, TensorEntry], Json, Json] | None:
-        """The newest good one, as rank 0 lists them; its files are hashed by all ranks together."""
+        """Find the newest checkpoint that is not damaged. Rank 0 lists them, all ranks together hash the files."""
         names = broadcast_object(
             [path.name for path in manifest.list_steps(self.directory)] if self._rank == 0 else None, group=self._group
         )
         for name in names:
-            path, index, values, state, damage = self.directory / name, {}, None, None, []
+            path = self.directory / name
+            index, values, state = {}, None, None
+            damage = []
             try:
                 commit = manifest.read_manifest(path)
                 files = sorted(commit.files, key=lambda file: (-commit.files[file][0], file))
@@ -240,19 +250,19 @@ class Checkpoints:
                     index = read_index(path, {file: size for file, (size, _) in commit.files.items()})
                     held = json.loads((path / _STATE).read_bytes())
                     values, state = held["values"], held["state"]
-            except Exception as error:  # whatever a damaged file may cause
+            except Exception as error:  # a damaged file may cause any
                 damage = [str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"]
             found = sorted({line for rank in all_gather_object(damage, group=self._group) for line in rank})
             if not found:
                 return commit.step, path, index, values, state
             self._broken.append(name)
             if self._rank == 0:
-                self._report(f"checkpoint {path} passed over: {'; '.join(found)}")
+                self._report(f"checkpoint {path} skipped: {'; '.join(found)}")
         return None
 
 
 def _explain(error: BaseException) -> str:
-    """One line: which ranks, and what went wrong there, without the tracebacks that DCP sends along."""
+    """Describe an error in one line that names the ranks, without the tracebacks that DCP adds."""
     if isinstance(error, CheckpointException):
         return format_by_rank({rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()})
     return f"{type(error).__name__}: {error}"

@@ -1,10 +1,10 @@
-"""Which checkpoint directories exist: those with a COMMIT, a file that is written last and says what the others hold.
+"""The manifest of a checkpoint: a file COMMIT that is written last and lists the other files.
 
     checkpoints/step-00000120/COMMIT
     {"format": 1, "step": 120, "world_size": 2, "score": 0.41, "files": {"rank-00000.bin": [8192, "9f86d0…"], …}, "sha256": "…"}
 
-A directory without a valid COMMIT is one whose writer died, and counts as none. `step-00000120.old` is the step as it was
-before it was saved once more; it goes when the new one is committed. Nothing here communicates: rank 0 calls what writes.
+A directory without a valid COMMIT does not count: its writer died. `step-00000120.old` is a step as it was before it was saved
+again. It is removed when the new one is committed. Nothing here communicates: rank 0 calls the functions that write.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from unisono_models.training.checkpoint.atomic_file import atomic_write, explain
 COMMIT = "COMMIT"
 FORMAT = 1
 _STEP = re.compile(r"step-(\d{8,})(\.old)?")
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a plain name: no folder, no "..", nothing hidden
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # no folder, no "..", no hidden file
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a COMMIT says. `files`: [size, sha256] of every other file, by name."""
+    """The content of a COMMIT. `files` has [size, sha256] of every other file, by name."""
 
     step: int
     world_size: int
@@ -43,7 +43,7 @@ def step_directory(directory: Path, step: int) -> Path:
 
 
 def list_steps(directory: Path) -> list[Path]:
-    """The directories of steps, the newest first, whether or not they are committed."""
+    """List the directories of steps, committed or not, the newest first."""
     if not directory.is_dir():
         return []
     found = [(match, path) for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))]
@@ -51,7 +51,7 @@ def list_steps(directory: Path) -> list[Path]:
 
 
 def write_manifest(path: Path, commit: Manifest) -> None:
-    """Make `path` a checkpoint, at once and for good, if its files are there as `commit` says."""
+    """Commit the checkpoint in `path`. Raises: OSError if its files are not those that `commit` lists."""
     for name, (size, _) in commit.files.items():
         if not (path / name).is_file() or (path / name).stat().st_size != size:
             raise OSError(f"{path / name} is not what its rank wrote: is {path.parent} one directory, shared by all hosts?")
@@ -62,19 +62,19 @@ def write_manifest(path: Path, commit: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The COMMIT of directory `path`.
+    """Read the COMMIT of directory `path`.
 
-    Raises: ValueError that says why it does not count: unfinished, damaged, of another format, or not safe to follow.
+    Raises: ValueError that says why it does not count: unfinished, damaged, of another format, or unsafe.
     """
     if path.is_symlink():
         raise ValueError("it is a symbolic link")
     try:
-        hash_file(path / COMMIT)  # a plain file, no link
+        hash_file(path / COMMIT)  # raises if it is a link
         body = json.loads((path / COMMIT).read_bytes())
         seal = body.pop("sha256")
     except FileNotFoundError:
         raise ValueError("unfinished: it has no COMMIT") from None
-    except Exception as error:  # of parsing what may be anything at all
+    except Exception as error:  # the file may contain anything
         raise ValueError(f"COMMIT cannot be read: {type(error).__name__}: {error}") from error
     if seal != _seal(body):
         raise ValueError(f"COMMIT is damaged: sha256 {seal!r} expected, {_seal(body)!r} found")
@@ -84,9 +84,9 @@ def read_manifest(path: Path) -> Manifest:
         commit = Manifest(**body)
         unsafe = [name for name, (size, digest) in commit.files.items() if not _FILE.fullmatch(name) or name == COMMIT]
     except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"COMMIT has other fields than it should: {error}") from error
+        raise ValueError(f"COMMIT has unexpected fields: {error}") from error
     if unsafe:
-        raise ValueError(f"COMMIT names {unsafe[0]!r}, which is no plain file name")
+        raise ValueError(f"COMMIT names {unsafe[0]!r}, which is not a plain file name")
     named = _STEP.fullmatch(path.name)
     if named is None or commit.step != int(named[1]):
         raise ValueError(f"COMMIT is that of step {commit.step}")
@@ -94,7 +94,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def find_damage(path: Path, files: Mapping[str, list[Any]], names: Iterable[str]) -> list[str]:
-    """What is wrong with the files `names` of directory `path`, if anything: file, expected and found."""
+    """Compare the files `names` of directory `path` with their sizes and hashes. Return a line for each that differs."""
     damage = []
     for name in names:
         try:
@@ -110,7 +110,7 @@ def find_damage(path: Path, files: Mapping[str, list[Any]], names: Iterable[str]
 
 
 def begin(path: Path) -> None:
-    """An empty directory `path`. What a crash left there goes; a committed one is set aside until the new one is committed."""
+    """Make an empty directory `path`. Remove what a crash left there; move a committed checkpoint to `.old`."""
     with explain_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if _claims(path) and (is_committed(path) or not _aside(path).exists()):
@@ -122,24 +122,24 @@ def begin(path: Path) -> None:
 
 
 def abandon(path: Path) -> None:
-    """As if `begin` had not been called, as far as the disk allows."""
+    """Undo `begin`, as far as the disk allows."""
     shutil.rmtree(path, ignore_errors=True)
     if _aside(path).is_dir() and not path.exists():
         _aside(path).rename(path)
 
 
 def prune(directory: Path, *, newest: Path, keep: int, best: Literal["max", "min"], broken: Iterable[str] = ()) -> None:
-    """Remove all but `newest`, the `keep` newest committed steps (it among them) and the one with the best score.
+    """Remove all checkpoints but the `keep` newest, `newest` among them, and the one with the best score.
 
-    Also what crashes left. `broken`: names of directories that are committed but known to be damaged; they do not count as
-    kept, and go once they are older than what is.
+    Also remove what crashes left. `broken`: names of directories that are committed but damaged. They do not count as kept,
+    and are removed when they are older than the checkpoints that are kept.
     """
     _remove(_aside(newest))
     commits: dict[Path, Manifest] = {}
     for path in list_steps(directory):
         try:
             commits[path] = read_manifest(path)
-        except ValueError:  # of a COMMIT that cannot be read for the moment, too: that one stays
+        except ValueError:  # a directory whose COMMIT cannot be read at the moment stays
             if not path.is_symlink() and not _claims(path):
                 _remove(path)
     if newest not in commits:
@@ -148,7 +148,9 @@ def prune(directory: Path, *, newest: Path, keep: int, best: Literal["max", "min
     kept = {newest, *sound[:keep]}
     scores = {path: score for path in sound if (score := commits[path].score) is not None and not math.isnan(score)}
     if scores:
-        kept.add((max if best == "max" else min)(scores, key=lambda path: scores[path]))  # of equals the newest: it comes first
+        kept.add(
+            (max if best == "max" else min)(scores, key=lambda path: scores[path])
+        )  # the newest of several best: it comes first
     oldest = min(commits[path].step for path in kept)
     for path, commit in commits.items():
         if path not in kept and (path in sound or commit.step < oldest):
@@ -164,7 +166,7 @@ def is_committed(path: Path) -> bool:
 
 
 def _claims(path: Path) -> bool:
-    """It has a COMMIT, sound or not: whether it is rubbish is not for us to say."""
+    """Return whether there is a COMMIT, valid or not. A directory that has one is not removed as a leftover."""
     return os.path.lexists(path / COMMIT)
 
 
@@ -173,9 +175,9 @@ def _aside(path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """COMMIT first: a kill in between leaves an unfinished directory, never a damaged one that claims to be whole."""
+    """Remove COMMIT first: so a kill in between leaves an unfinished directory, not a damaged one that is committed."""
     if path.is_symlink():
-        path.unlink()  # what it leads to is somebody else's
+        path.unlink()  # the link only, not what it points to
     elif path.is_dir():
         (path / COMMIT).unlink(missing_ok=True)
         shutil.rmtree(path)

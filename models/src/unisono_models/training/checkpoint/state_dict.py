@@ -1,7 +1,7 @@
-"""Model and optimizers as named tensors and JSON, and back: the same names for plain, DDP and FSDP2 models.
+"""Model and optimizers as named tensors and JSON, and back. Plain, DDP and FSDP2 models have the same names.
 
-Names: model/{parameter}, optimizer/{optimizer}/{parameter}/{entry}, extra/{name}. All that is not a tensor (hyperparameters,
-a step kept as a number, a module's extra state) must be JSON, or a dict of tensors and JSON.
+Names: model/{parameter}, optimizer/{optimizer}/{parameter}/{entry}, extra/{name}. Everything that is not a tensor
+(hyperparameters, a step count, a module's extra state) must be JSON, or a dict of tensors and JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from unisono_models.training.checkpoint.tensor_index import TensorEntry
+from unisono_models.training.checkpoint.storage import TensorEntry
 from unisono_models.training.distributed.object_collectives import Json
 
 Optimizers: TypeAlias = Optimizer | Mapping[str, Optimizer]
@@ -26,7 +26,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and 
 
 
 def collect_state(model: nn.Module, optimizers: Optimizers, extra: Extra) -> tuple[dict[str, Tensor], Json]:
-    """The tensors themselves, not copies, and the rest as JSON."""
+    """Return the tensors by name, not copied, and everything else as JSON."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {"model": {}, "optimizers": {}}
     for name, value in _entries(model, extra):
@@ -61,10 +61,10 @@ def collect_state(model: nn.Module, optimizers: Optimizers, extra: Extra) -> tup
 
 
 class LoadTargets:
-    """Where a checkpoint goes: `tensors`, to be filled by name, then `install()`.
+    """The objects that a checkpoint is loaded into. Fill `tensors`, by name, then call `install()`.
 
-    Raises: ValueError that names every entry that the checkpoint has and these objects have not, or the other way round, or
-    in another shape or dtype. Nothing is cast and nothing is left out.
+    Raises: ValueError that names every entry that only the checkpoint or only these objects have, or that has another shape or
+    dtype. Nothing is cast and nothing is left out.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class LoadTargets:
             )
 
     def install(self) -> None:
-        """Once the tensors are filled: put them, and all that is not a tensor, where they belong."""
+        """Put the filled tensors and everything else into the model and the optimizers."""
         model: dict[str, Any] = {}
         for name, value in [*self.tensors.items(), *self._values["model"].items()]:
             kind, key, *inner = name.split("/", 2)
@@ -127,7 +127,7 @@ class LoadTargets:
                 if isinstance(value, Tensor):
                     self.tensors[f"optimizer/{name}/group {number}/{key}"] = value
             for parameter in group["params"]:
-                if names[parameter] not in stored["states"]:  # it had no gradient yet
+                if names[parameter] not in stored["states"]:  # the parameter had no gradient yet
                     continue
                 held = stored["states"][names[parameter]]
                 states[parameter] = dict(held["values"])
@@ -145,7 +145,7 @@ class LoadTargets:
 
 
 def parameter_names(model: nn.Module, name: str, optimizer: Optimizer) -> dict[Tensor, str]:
-    """The name of each of the optimizer's parameters, without what DDP, torch.compile and activation checkpointing add."""
+    """Map the optimizer's parameters to their names, without what DDP, torch.compile and activation checkpointing add."""
     names: dict[Tensor, str] = {parameter: _plain_name(model, full) for full, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -180,12 +180,12 @@ def _entries(model: nn.Module, extra: Extra) -> Iterator[tuple[str, Any]]:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """Without DDP's wrapper, under which torch does not find entries that are neither parameters nor buffers."""
+    """Unwrap DDP: under its wrapper torch does not find entries that are neither parameters nor buffers."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _room_for(entry: TensorEntry, parameter: Tensor, *, on_cpu: bool) -> Tensor:
-    """An entry of an optimizer's state: sharded as its parameter is if it has its shape, else whole on every rank."""
+    """Allocate an entry of an optimizer's state. If it has the shape of its parameter, it is sharded like it."""
     if entry.shape == tuple(parameter.shape) and not on_cpu:
         return torch.empty_like(parameter.detach(), dtype=entry.dtype)
     return torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if on_cpu else parameter.device)

@@ -1,7 +1,7 @@
 """Tensors on disk for torch.distributed.checkpoint: plain bytes and a JSON index, so that reading them executes nothing.
 
-Each rank writes one file, `rank-00003.bin`: its tensors one after another, each at a multiple of 64 bytes. Rank 0 writes
-`tensors.json`: for every tensor its dtype, its shape and its parts, as [file, first byte, offsets in the tensor, sizes].
+Each rank writes one file, `rank-00003.bin`, with its tensors one after another, each at a multiple of 64 bytes. Rank 0 writes
+`tensors.json`: for every tensor its dtype, its shape and its blocks, as [file, first byte, offsets in the tensor, sizes].
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
+import json
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +31,87 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from unisono_models.training.checkpoint.atomic_file import check_free_space, explain_os_errors, write_new_file
-from unisono_models.training.checkpoint.tensor_index import INDEX, TensorBlock, TensorEntry, encode_index
+
+INDEX = "tensors.json"
+
+
+class TensorBlock(NamedTuple):
+    """A block of a tensor: where it is on disk, and which part of the tensor it is."""
+
+    file: str
+    begin: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class TensorEntry(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[TensorBlock, ...]
+
+
+def encode_index(entries: Mapping[str, TensorEntry]) -> bytes:
+    """Encode an index as JSON."""
+    table = {
+        name: {"dtype": str(entry.dtype).removeprefix("torch."), "shape": entry.shape, "parts": entry.parts}
+        for name, entry in entries.items()
+    }
+    return json.dumps(table).encode()
+
+
+def read_index(directory: Path, sizes: Mapping[str, int]) -> dict[str, TensorEntry]:
+    """Read the index in `directory`, and check that every block lies within one of the files of `sizes` (bytes, by name).
+
+    Raises: ValueError that names the tensor and what is wrong with it.
+    """
+    table = json.loads((directory / INDEX).read_bytes())
+    if not isinstance(table, dict):
+        raise ValueError(f"{INDEX}: expected an object, got {type(table).__name__}")
+    index = {}
+    for name, value in table.items():
+        try:
+            index[name] = _read_entry(value, sizes)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{INDEX}: {name!r}: {type(error).__name__}: {error}") from error
+    return index
+
+
+def _read_entry(value: Mapping[str, object], sizes: Mapping[str, int]) -> TensorEntry:
+    dtype = getattr(torch, str(value["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{value['dtype']!r} is not a dtype")
+    shape = _whole(value["shape"])
+    parts = []
+    for file, begin, offsets, extent in value["parts"]:  # type: ignore[attr-defined]  # the caller reports errors
+        part = TensorBlock(file, _whole([begin])[0], _whole(offsets), _whole(extent))
+        end = part.begin + math.prod(part.sizes) * dtype.itemsize
+        if file not in sizes or end > sizes[file]:
+            raise ValueError(f"bytes {part.begin} to {end} of {file!r}, which has {sizes.get(file, 0)}")
+        if not len(shape) == len(part.offsets) == len(part.sizes) or any(
+            offset + size > length for offset, size, length in zip(part.offsets, part.sizes, shape, strict=True)
+        ):
+            raise ValueError(f"block {part.offsets} of {part.sizes} does not lie in {shape}")
+        parts.append(part)
+    covered = sum(math.prod(part.sizes) for part in parts)
+    if covered != math.prod(shape):
+        raise ValueError(f"blocks hold {covered} of {math.prod(shape)} elements")
+    return TensorEntry(dtype, shape, tuple(parts))
+
+
+def _whole(values: object) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"expected whole numbers, got {values!r}")
+    return tuple(values)
+
 
 _ALIGNMENT = 64
 _PIECE = 1 << 24  # bytes written and hashed at a time
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Plans by the shapes of the live tensors and writes the bytes of their staged copies, so that no DTensor is rebuilt."""
+    """Plans with the shapes of the live tensors, but writes their staged copies. So no DTensor is made of the copies."""
 
     def __init__(self, staged: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -48,14 +122,14 @@ class StagedPlanner(DefaultSavePlanner):
 
 
 class ShardWriter(StorageWriter):
-    """Writes into `directory`, which exists. `written`: [size, sha256] of each file that this rank wrote, by name."""
+    """Writes into an existing `directory`. `written` has [size, sha256] of each file that this rank wrote, by name."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.written: dict[str, list[Any]] = {}
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, once each block is left to one rank: what will be written is known to the byte."""
+        """Check the free space, on rank 0: each block belongs to one rank now, so the number of bytes is known."""
         check_free_space(self._directory, sum(_size_of(item) + _ALIGNMENT for plan in plans for item in plan.items))
         return [dataclasses.replace(plan, storage_data=f"rank-{rank:05}.bin") for rank, plan in enumerate(plans)]
 
@@ -106,7 +180,7 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Reads what `index` describes from `directory`: of each block just the rows that this rank needs."""
+    """Reads the tensors of `index` from `directory`: only the rows of each block that this rank needs."""
 
     def __init__(self, directory: Path, index: Mapping[str, TensorEntry]) -> None:
         self._directory = directory
@@ -154,7 +228,7 @@ class ShardReader(StorageReader):
 
 
 def _read_rows(path: Path, part: TensorBlock, dtype: torch.dtype, first: int, rows: int) -> Tensor:
-    """Rows [first, first + rows) of a block. By read, not mmap: an error of the disk is then an exception, not a SIGBUS."""
+    """Read rows [first, first + rows) of a block. Not by mmap, where an error of the disk would be a SIGBUS."""
     row = math.prod(part.sizes[1:]) * dtype.itemsize
     data = torch.empty(rows * row, dtype=torch.uint8, device="cpu")
     with explain_os_errors(path), open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Recipes: functions that return a frozen config, and the command line that comes from it."""
+"""Recipes: functions that return a config, and the command line that changes its fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unisono_models.training.config.serialization import config_from_json
 from unisono_models.training.run.run_directory import read_config
 
 Config = TypeVar("Config")
-_FIRST_WORD = 30.0  # seconds that the other ranks leave to rank 0 to say what is wrong
+_RANK_0_FIRST = 30.0  # seconds that the other ranks wait so that rank 0 prints the error
 
 
 class Recipes(Generic[Config]):
@@ -46,7 +46,7 @@ class Recipes(Generic[Config]):
         self.recipes: dict[str, Callable[[], Config]] = {}
 
     def add(self, recipe: Callable[[], Config]) -> Callable[[], Config]:
-        """Register `recipe` under its own name. Its docstring is what --help shows."""
+        """Register `recipe` under its function name. --help shows its docstring."""
         self.recipes[recipe.__name__] = recipe
         return recipe
 
@@ -56,52 +56,61 @@ class Recipes(Generic[Config]):
         return self.recipes[name]()
 
     def choose(self, args: Sequence[str] | None = None) -> tuple[str, Config]:
-        """The recipe that the command line names, and its config with what the command line changes.
+        """Return the name of the recipe that the command line chooses, and its config with the fields that it changes.
 
-        `[RECIPE] [--field VALUE …]`, or `--config FILE [--field VALUE …]` with the config.json of a run, or its directory.
+        The command line is `[RECIPE] [--field VALUE …]`, or `--config RUN [--field VALUE …]` with the directory of a run or its
+        config.json.
 
-        Raises: SystemExit, with status 2 and an explanation if something is wrong with it. Only rank 0 prints.
+        Raises: SystemExit with status 2, after rank 0 has printed what is wrong with the command line.
         """
-        first = os.environ.get("RANK", "0") == "0"
+        is_rank_0 = os.environ.get("RANK", "0") == "0"
         try:
-            return self._parse(list(sys.argv[1:] if args is None else args), first)
+            return self._parse(list(sys.argv[1:] if args is None else args), is_rank_0)
         except SystemExit as end:
-            if end.code and not first:  # torchrun ends all ranks when the first one fails: that has to be the one that speaks
-                time.sleep(_FIRST_WORD)
+            if end.code and not is_rank_0:  # torchrun ends all ranks when one fails: rank 0 has to be the one that prints
+                time.sleep(_RANK_0_FIRST)
             raise
 
-    def _parse(self, args: list[str], aloud: bool) -> tuple[str, Config]:
+    def _parse(self, args: list[str], verbose: bool) -> tuple[str, Config]:
         if args[:1] in (["-h"], ["--help"]):
-            print(self._help() if aloud else "", end="")
+            print(self._help() if verbose else "", end="")
             raise SystemExit(0)
         if args and args[0].partition("=")[0] == "--config":
             args[:1] = args[0].split("=", 1)
-            name, config, title = self._read(args[1] if len(args) > 1 else "", aloud)
-            prog, about, args = f"{self._prog} {title}", f"The run of {name} that is kept there.", args[2:]
+            path = args[1] if len(args) > 1 else ""
+            name, config = self._read(path, verbose)
+            prog = f"{self._prog} --config {path}"
+            description = f"Train with the config of a run of the recipe {name}."
+            fields = args[2:]
         else:
-            name = args.pop(0).replace("-", "_") if args and not args[0].startswith("-") else next(iter(self.recipes))
+            named = bool(args) and not args[0].startswith("-")
+            name = args[0].replace("-", "_") if named else next(iter(self.recipes))
+            fields = args[1:] if named else args
             if name not in self.recipes:
                 near = difflib.get_close_matches(name, self.recipes, 1)
                 hint = f" Did you mean {near[0]}?" if near else ""
-                self._refuse(f"there is no recipe {name!r}.{hint} The recipes: {', '.join(self.recipes)}", aloud)
-            if any(arg.partition("=")[0] == "--config" for arg in args):
-                self._refuse("--config stands in place of the name of a recipe: put it first", aloud)
-            prog, about, config = f"{self._prog} {name}", _summary(self.recipes[name]), self[name]
-        return name, tyro.cli(self.kind, prog=prog, description=about, default=config, args=args, console_outputs=aloud)
+                self._exit(f"there is no recipe {name!r}.{hint} The recipes are: {', '.join(self.recipes)}", verbose)
+            if any(arg.partition("=")[0] == "--config" for arg in fields):
+                self._exit("--config replaces the name of a recipe: put it first", verbose)
+            prog = f"{self._prog} {name}"
+            description = _summary(self.recipes[name])
+            config = self[name]
+        changed = tyro.cli(self.kind, prog=prog, description=description, default=config, args=fields, console_outputs=verbose)
+        return name, changed
 
-    def _read(self, path: str, aloud: bool) -> tuple[str, Config, str]:
-        """The recipe's name and the config of a run, and how it was asked for."""
+    def _read(self, path: str, verbose: bool) -> tuple[str, Config]:
+        """Read the recipe's name and the config of a run."""
         if not path:
-            self._refuse("--config: the config.json of a run, or its directory, has to follow", aloud)
+            self._exit("--config needs the directory of a run, or its config.json", verbose)
         try:
             saved = read_config(Path(path))
             if saved["model"] != self.model:
-                raise ValueError(f"a run of {saved['model']}, not of {self.model}")
+                raise ValueError(f"it is a run of {saved['model']}, not of {self.model}")
             if not isinstance(saved["recipe"], str) or not re.fullmatch(r"\w+", saved["recipe"]):  # it names a directory
-                raise ValueError(f"{saved['recipe']!r} is no name of a recipe")
-            return saved["recipe"], config_from_json(self.kind, saved["config"]), f"--config {path}"
+                raise ValueError(f"{saved['recipe']!r} is not the name of a recipe")
+            return saved["recipe"], config_from_json(self.kind, saved["config"])
         except (OSError, ValueError) as error:
-            self._refuse(f"--config {path}: {error}", aloud)
+            self._exit(f"--config {path}: {error}", verbose)
 
     def _help(self) -> str:
         width = min(shutil.get_terminal_size().columns, 120)
@@ -110,8 +119,8 @@ class Recipes(Generic[Config]):
         lines = [
             f"usage: {self._prog} [RECIPE | --config RUN] [--field VALUE ...]",
             "",
-            "RECIPE --help lists every field, what it means and what it is in that recipe. RUN: the directory of a run, or its",
-            "config.json; its config is taken instead of a recipe's.",
+            "RECIPE --help explains every field and shows its value in that recipe. --config RUN takes the config of a run",
+            "instead of a recipe: RUN is its directory, or its config.json.",
             "",
             "recipes:",
         ]
@@ -121,14 +130,14 @@ class Recipes(Generic[Config]):
             lines.append(textwrap.fill(text, width, initial_indent=start, subsequent_indent=" " * room, break_on_hyphens=False))
         return "\n".join(lines) + "\n"
 
-    def _refuse(self, text: str, aloud: bool) -> NoReturn:
-        if aloud:
-            print(f"{self._prog}: {text}\nMore by: {self._prog} --help", file=sys.stderr)
+    def _exit(self, text: str, verbose: bool) -> NoReturn:
+        if verbose:
+            print(f"{self._prog}: {text}\nFor help: {self._prog} --help", file=sys.stderr)
         raise SystemExit(2)
 
     @property
     def _prog(self) -> str:
-        return f"python -m unisono_models.{self.model}.train"
+        return f"python -m unisono_models.{self.model} train"
 
 
 def _summary(recipe: Callable[[], Any]) -> str:

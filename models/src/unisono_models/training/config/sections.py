@@ -1,4 +1,7 @@
-"""The settings that every recipe has. Frozen: a run is what its config says. The command line comes from these by tyro."""
+"""The sections that the config of every model has. They are frozen: a run is what its config says.
+
+tyro makes the command line from them: the text below a field is what --help says about it.
+"""
 
 from __future__ import annotations
 
@@ -9,45 +12,48 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run: where it is kept, how long it goes, what it shows."""
+    """The run: how long it trains, where it is kept, when it logs and evaluates."""
 
     steps: int
-    """Steps of the optimizer. The run ends here, whatever the number of ranks."""
+    """The number of optimizer steps. It does not depend on the number of ranks."""
     seed: int = 0
-    """Decides everything that is random: initial weights, order, augmentation, dropout."""
+    """The seed of everything random: initial weights, order of samples, augmentation, dropout."""
     dir: Path | None = None
-    """The run directory. None: runs/{model}-{recipe}, continued if it was interrupted, numbered if it is finished."""
+    """The run directory. None takes runs/{model}-{recipe}: an interrupted run in it is continued, beside a finished one a
+    numbered directory is made."""
     log_every: int = 10
-    """Steps between looks at the loss. Every step's loss is kept all the same."""
+    """The number of steps between log lines. metrics.jsonl has every step, whatever this is."""
     evaluate_every: int = 0
-    """Steps between evaluations. 0: only at the end."""
+    """The number of steps between evaluations. 0 evaluates only at the end."""
     stop_after: int | None = None
-    """Stop in order after this many steps, as if told to: the schedule stays that of `steps`."""
+    """Save and stop after this many steps, as after a SIGTERM. The learning rate schedule stays that of `steps`."""
     timeout: float = 300.0
-    """Seconds without progress after which a run gives up and says which rank is missing."""
+    """The number of seconds without progress after which the run gives up and names the ranks that are missing."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints: written in the background, verified before they are loaded."""
+    """Checkpoints. They are written in the background and verified before they are loaded."""
 
     every: int = 0
-    """Steps between checkpoints. 0: only at the end and when the run is told to stop."""
+    """The number of steps between checkpoints. 0 saves only at the end, after evaluations, and when the run is stopped."""
     keep: int = 2
-    """How many of the newest to keep. The best one is kept besides."""
+    """The number of newest checkpoints to keep. The one with the best score is kept in addition."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is spread over ranks, and in what precision it computes."""
+    """How the model is distributed over ranks, and the precision it computes in."""
 
     kind: Literal["ddp", "fsdp", "hybrid"] = "ddp"
-    """ddp: a copy on every rank. fsdp: sharded over all ranks. hybrid: sharded over `shard` neighbours, and copies of that."""
+    """ddp keeps a copy of the model on every rank. fsdp shards it over all ranks. hybrid shards it over `shard` neighbouring
+    ranks and keeps a copy on each such group."""
     shard: int | None = None
-    """Ranks that share one copy when hybrid. None: those of one host."""
+    """The number of ranks that share one copy of the model if kind is hybrid. None takes the ranks of one host."""
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
-    """bfloat16: of the computation; parameters stay float32. float64: of everything, to tell rounding from faults."""
+    """bfloat16 computes by autocast, with float32 parameters. float64 computes everything in float64, to tell rounding from
+    errors."""
     checkpoint_activations: bool = False
-    """Compute the blocks of the towers again in the backward instead of keeping their activations."""
+    """Recompute the activations of the model's blocks in the backward pass instead of keeping them in memory."""
     compile: bool = False
-    """torch.compile the towers."""
+    """Compile the model's blocks with torch.compile."""

@@ -1,4 +1,4 @@
-"""One process of many: its rank, its device, and an orderly end."""
+"""How a process joins the other ranks, chooses its device, and ends."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from unisono_models.training.distributed.rendezvous import wait_for_ranks
 
-_START = 300.0  # seconds at least for all ranks to come: a cold file system keeps some of them
+_MIN_START_TIMEOUT = 300.0  # seconds for all ranks to start: a cold file system delays some of them
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-_WAY_OUT = 10  # seconds for a rank that has failed to end by itself
+_EXIT_SECONDS = 10  # after which a rank that has failed is killed if it has not ended
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all: `rank` of `size`, `local_rank` on its host, and the device that it computes on."""
+    """This process among all ranks: its `rank` of `size`, its `local_rank` on its host, and its device."""
 
     rank: int
     size: int
@@ -34,20 +34,36 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """True on rank 0, which writes the files and speaks to the user."""
+        """Whether this is rank 0, which writes the files and prints to the user."""
         return self.rank == 0
+
+    def shard(self, count: int) -> range:
+        """The rows of `count` that belong to this rank: see `shard_range`."""
+        return shard_range(count, self.rank, self.size)
+
+
+def shard_range(count: int, rank: int, world_size: int) -> range:
+    """The rows of `count` that belong to `rank`, as torch.tensor_split divides them: contiguous, as even as it goes.
+
+    Example:
+        >>> [shard_range(10, rank, 4) for rank in range(4)]
+        [range(0, 3), range(3, 6), range(6, 8), range(8, 10)]
+    """
+    each, more = divmod(count, world_size)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
 
 
 @contextmanager
 def start_ranks(*, timeout: float = 600.0) -> Iterator[Ranks]:
-    """Join the other ranks that torchrun started; without torchrun, one rank and no process group.
+    """Join the other ranks that torchrun started. Without torchrun there is one rank and no process group. A context manager.
 
-    The device is this rank's accelerator, or else the CPU. The group has gloo for CPU tensors and the accelerator's own
-    backend for its tensors. A collective that waits longer than `timeout` seconds fails; to come, the ranks have five
-    minutes at least. A process group that exists already is used as it is, and left alone.
+    The device is this rank's accelerator, or the CPU if there is none. The group uses gloo for CPU tensors and the
+    accelerator's own backend for its tensors. A collective fails after `timeout` seconds. Ranks get at least five minutes to
+    start. A process group that exists already is used, and not destroyed at the end.
 
-    At the end of the block the group is destroyed. An exception goes through as it is, is left for torchrun to show in its
-    summary, and ends the process with an error soon, even if a thread or a collective still waits for a rank that is gone.
+    An exception is recorded for torchrun's summary and raised again. The process then ends within seconds, even if a thread or
+    a collective still waits for a rank that is gone.
 
     Example:
         with start_ranks(timeout=60) as ranks:
@@ -68,7 +84,7 @@ def start_ranks(*, timeout: float = 600.0) -> Iterator[Ranks]:
         yield Ranks(rank, size, local_rank, device)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
-            _hurry(error)
+            _end_soon(error)
             raise
         dist.destroy_process_group()
         raise
@@ -76,13 +92,14 @@ def start_ranks(*, timeout: float = 600.0) -> Iterator[Ranks]:
 
 
 def _start_group(rank: int, size: int, device: torch.device, timeout: float) -> None:
-    patience, limit = max(timeout, _START), timedelta(seconds=timeout)
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
+    start_timeout = max(timeout, _MIN_START_TIMEOUT)
+    limit = timedelta(seconds=timeout)
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=start_timeout)))
     store.set_timeout(limit)
     backends = {"cpu": "gloo"} | ({} if device.type == "cpu" else {device.type: dist.get_default_backend_for_device(device)})
     dist.init_process_group(
         ",".join(f"{kind}:{backend}" for kind, backend in backends.items()),
-        store=wait_for_ranks(store, rank=rank, size=size, timeout=patience),
+        store=wait_for_ranks(store, rank=rank, size=size, timeout=start_timeout),
         rank=rank,
         world_size=size,
         timeout=limit,
@@ -90,37 +107,37 @@ def _start_group(rank: int, size: int, device: torch.device, timeout: float) -> 
 
 
 def _device(local_rank: int, size: int) -> torch.device:
-    """The accelerator of this rank, made the current one; the CPU if there is none, or none that ranks can share."""
+    """Choose the accelerator of this rank and make it the current one. Without one that ranks can share, choose the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         _keep_freed_memory()
         return torch.device("cpu")
     if size > 1 and dist.get_default_backend_for_device(accelerator.type) == "gloo":
-        return torch.device("cpu")  # no backend of its own (mps): gloo moves CPU tensors only
+        return torch.device("cpu")  # it has no backend of its own (mps), and gloo takes only CPU tensors
     if local_rank >= torch.accelerator.device_count():
         raise RuntimeError(
             f"start_ranks: local rank {local_rank} has no device: there are {torch.accelerator.device_count()} of type "
-            f"{accelerator.type}; start torchrun with --nproc-per-node of at most that, or hide the devices to use CPUs"
+            f"{accelerator.type}. Start torchrun with at most that --nproc-per-node, or hide the devices to use CPUs"
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc reuse the memory of large tensors instead of giving it back: clearing new pages took half of a step's time."""
+    """Make glibc reuse the memory of large tensors. It would return it, and clearing new pages took half of a step's time."""
     with suppress(OSError, AttributeError):  # other systems have other allocators
         libc = ctypes.CDLL(None)
         for option, size in ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, (1 << 31) - 1)):
             libc.mallopt(option, size)
 
 
-def _hurry(error: BaseException) -> None:
-    """Make sure that a rank that has failed ends, with its error told."""
+def _end_soon(error: BaseException) -> None:
+    """Record the error of a rank that has failed, and make sure that its process ends."""
     if isinstance(error, Exception):
         get_error_handler().record_exception(error)  # the file that torchrun's summary quotes
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "alarm"):
-        # torchrun ends the ranks that remain by SIGTERM: this one is on its way, and has yet to print why.
+        # torchrun sends SIGTERM to the ranks that remain. This one ends by itself, and has yet to print its error.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # Threads and destructors may wait for a dead rank at the exit of the interpreter. The kernel does not.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_WAY_OUT)
+        signal.alarm(_EXIT_SECONDS)

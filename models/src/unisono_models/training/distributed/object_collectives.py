@@ -1,4 +1,4 @@
-"""Small values and errors between ranks, as JSON: no pickle travels."""
+"""Collectives on small Python values, sent as JSON. Unlike torch.distributed's, they never unpickle what a peer sends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Json: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts (with 
 
 
 class RanksError(RuntimeError):
-    """What went wrong on one or more ranks, raised on every rank."""
+    """An error of one or more ranks, raised on every rank."""
 
 
 def all_gather_object(value: Json, *, group: Group = None) -> list[Json]:
-    """The value of every rank, on every rank, in rank order.
+    """Return the values of all ranks, in rank order, on every rank.
 
     Example:
         >>> all_gather_object({"rows": 3})
@@ -33,7 +33,7 @@ def all_gather_object(value: Json, *, group: Group = None) -> list[Json]:
 
 
 def broadcast_object(value: Json, *, group: Group = None) -> Json:
-    """Rank 0's value, on every rank. The others' are ignored.
+    """Return rank 0's value on every rank. The values of the other ranks are ignored.
 
     Example:
         >>> broadcast_object("runs/clip-emoji")
@@ -44,11 +44,12 @@ def broadcast_object(value: Json, *, group: Group = None) -> Json:
 
 @contextmanager
 def raise_together(what: str, *, group: Group = None) -> Iterator[None]:
-    """What fails on one rank fails on all: after the block every rank hears of the others' errors, and all raise.
+    """Raise on all ranks if the block raises on any of them. A context manager.
 
-    For work that does not communicate, such as reading files: a rank that leaves early would let the others wait.
+    Use it for work that does not communicate, such as reading files: otherwise the other ranks would wait for the one that
+    failed. `what` names the work in the error.
 
-    Raises: RanksError that names `what`, the ranks and their errors. On one rank its own error goes through as it is.
+    Raises: RanksError that names the ranks and their errors. With one rank its own error is raised as it is.
     """
     error: Exception | None = None
     try:
@@ -59,13 +60,13 @@ def raise_together(what: str, *, group: Group = None) -> Iterator[None]:
         if error is not None:
             raise error
         return
-    heard = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", group=group)
-    if any(heard):
-        raise RanksError(f"{what}: {format_by_rank(dict(enumerate(heard)))}") from error
+    errors = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", group=group)
+    if any(errors):
+        raise RanksError(f"{what}: {format_by_rank(dict(enumerate(errors)))}") from error
 
 
 def format_by_rank(texts: Mapping[int, str | None]) -> str:
-    """One line of what each rank has to say; ranks that say the same are named together.
+    """Format the texts of several ranks as one line. Ranks with the same text are listed together.
 
     Example:
         >>> format_by_rank({0: "disk full", 1: None, 2: "disk full"})

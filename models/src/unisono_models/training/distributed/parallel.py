@@ -1,4 +1,4 @@
-"""A model over ranks, as the config says: DDP or FSDP2, mixed precision, activation checkpointing, compiled blocks."""
+"""A model on several ranks: DDP or FSDP2, mixed precision, activation checkpointing, compiled blocks."""
 
 from __future__ import annotations
 
@@ -23,55 +23,54 @@ from unisono_models.training.randomness import recompute_with_same_dropout
 
 
 def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Module:
-    """The model, changed in place and wrapped, ready for training on `ranks`. Call it before making the optimizer.
+    """Change the model in place, wrap it, and return it ready for training on `ranks`. Call it before making the optimizer.
 
-    The model is on its device, of the dtype that `parameter_dtype` says, with the same weights on every rank. Without a process
-    group it stays one, but may be checkpointed and compiled all the same.
+    The model has to be on its device, in the dtype of `parameter_dtype`, with the same weights on every rank. Without a process
+    group it is only checkpointed and compiled, if the config says so.
     """
     blocks = list(find_repeated_blocks(model))
     if config.compile:
-        # Blocks of a class share the limit beyond which torch compiles no more. Each may need graphs of its own: for the
-        # forward, the one that is computed again, and evaluation, of one row or of more.
+        # All blocks of a class share torch's limit of recompilations. Each block may need several graphs: for the forward, the
+        # recomputed forward, and evaluation, of one row or of more.
         limits: Any = torch.compiler.config
         limits.recompile_limit = max(limits.recompile_limit, 8 * len(blocks))
         for block in blocks:
             block.compile(dynamic=True)
-    if (
-        config.checkpoint_activations
-    ):  # around what is compiled: inside, the compiler would have to know of `recompute_with_same_dropout`
+    if config.checkpoint_activations:  # outside of what is compiled, since the compiler does not know our dropout keys
         _checkpoint(model, blocks)
     if not dist.is_initialized():
         return model
     if config.kind == "ddp":
-        # said of depthwise convolutions, whose gradients have a dimension of one element with a stride of its own
+        # DDP warns about depthwise convolutions, whose gradients have a dimension of size 1 with an unusual stride.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-        model.to(memory_format=torch.channels_last)  # what convolutions are fastest with; FSDP2 refuses it
-        on = [ranks.device] if ranks.device.type != "cpu" else None
-        # Buffers of integers are constants here: sent at each step, they would only take time.
+        model.to(memory_format=torch.channels_last)  # the fastest for convolutions; FSDP2 does not accept it
+        device_ids = [ranks.device] if ranks.device.type != "cpu" else None
+        # Buffers of integers are constants in our models: to broadcast them at each step would only take time.
         constant = [name for name, buffer in model.named_buffers() if not buffer.is_floating_point()]
         ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *constant}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
-        return DistributedDataParallel(model, device_ids=on)
+        return DistributedDataParallel(model, device_ids=device_ids)
     return _shard(model, blocks, config, ranks)
 
 
 def parameter_dtype(config: ParallelConfig) -> torch.dtype:
-    """Of the parameters."""
+    """Return the dtype that the parameters have."""
     return torch.float64 if config.precision == "float64" else torch.float32
 
 
 def autocast_context(config: ParallelConfig, ranks: Ranks) -> AbstractContextManager[object]:
-    """The context for forwards: autocast where the config asks for bfloat16."""
+    """Return the context for forward passes: autocast if the precision is bfloat16."""
     if config.precision != "bfloat16":
         return nullcontext()
-    # What FSDP2 has gathered is freed after a backward: a copy kept from one micro-batch to the next would take its gradient.
+    # FSDP2 frees gathered parameters after a backward. A cached bfloat16 copy would outlive them, and take their gradient.
     return torch.autocast(ranks.device.type, torch.bfloat16, cache_enabled=config.kind == "ddp")
 
 
 def find_repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers a model is stacked from: what is sharded, checkpointed and compiled one by one.
+    """Find the layers that a model is a stack of. They are sharded, checkpointed and compiled one by one.
 
-    Known by their place: members of a ModuleList or Sequential of one class that is not torch's own; the innermost such.
+    These are the members of a ModuleList or Sequential that all have the same class, which is not one of torch.nn. Where such
+    lists are nested, the innermost count.
     """
     found: dict[str, nn.Module] = {}
     for name, parent in model.named_modules():
@@ -93,8 +92,8 @@ def _checkpoint(model: nn.Module, blocks: list[nn.Module]) -> None:
 def _shard(model: nn.Module, blocks: list[nn.Module], config: ParallelConfig, ranks: Ranks) -> nn.Module:
     from torch.distributed.fsdp import fully_shard  # takes as long to import as torch
 
-    # No MixedPrecisionPolicy: parameters of bfloat16 beside activations of float32 are more than layers on a CPU can do. With
-    # autocast the numbers are those of DDP, for the price of gathering float32.
+    # No MixedPrecisionPolicy: layers on a CPU cannot mix bfloat16 parameters with float32 activations. With autocast the
+    # numbers are those of DDP, at the price of gathering float32.
     mesh = _mesh(config, ranks)
     for block in blocks:
         fully_shard(block, mesh=mesh)
@@ -110,8 +109,8 @@ def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh:
     if shard is None:
         hosts = set(all_gather_object(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))))
         if len(hosts) > 1:
-            raise ValueError(f"parallel.shard: hosts have {sorted(hosts)} ranks, so none is that of one host: give a number")
+            raise ValueError(f"parallel.shard: the hosts have different numbers of ranks, {sorted(hosts)}: give a number")
         shard = hosts.pop()
     if shard < 1 or ranks.size % shard:
-        raise ValueError(f"parallel.shard: {shard} ranks to a copy do not divide the {ranks.size} ranks there are")
+        raise ValueError(f"parallel.shard: {shard} does not divide the number of ranks, {ranks.size}")
     return init_device_mesh(kind, (ranks.size // shard, shard), mesh_dim_names=("replicate", "shard"))

@@ -1,4 +1,4 @@
-"""What every rank last said of itself, in the store that outlives the ranks; and who is missing, told from it."""
+"""A watchdog on every rank: it says which rank is missing or hangs, and where, and ends ranks that make no progress."""
 
 from __future__ import annotations
 
@@ -27,60 +27,66 @@ from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import RanksError
 
 T = TypeVar("T")
-_SHOWN = 8  # ranks that a message names one by one
-_CALLERS = 16  # ranks that call the roll: of thousands that fail together, the store would choke
+_MOST_LINES = 8  # of ranks that a message lists one by one
+_MOST_READERS = 16  # ranks that read all statuses: if thousands fail together, the store would not keep up
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank says of itself from time to time. `count` grows each time: so another rank sees that it lives."""
+    """What a rank writes about itself once a second or so. `count` grows each time, so others see that the rank is alive."""
 
     host: str
     pid: int
     step: int
-    idle: float  # seconds since it came to that step
-    time: float  # when it said so, by its own clock
+    idle: float  # seconds since the rank reached that step
+    time: float  # when it was written, by the rank's own clock
     count: int
     state: Literal["runs", "ended", "failed"] = "runs"
     error: str = ""
 
 
 class StatusBoard:
-    """The words of all ranks. Nothing here waits for a rank. On a cut link a call may wait for the store for ever: `within`."""
+    """The statuses of all ranks, in torchrun's store, which outlives the ranks.
+
+    No method waits for a rank. If the network is cut, a call may wait for the store for ever: use `within`.
+    """
 
     def __init__(self, rank: int, size: int, *, patience: float = 5.0) -> None:
         self.rank, self.size, self.patience = rank, size, patience
-        # A connection of its own: the main thread may wait for something in the group's for minutes.
+        # A connection of its own: the main thread may wait on the group's connection for minutes.
         self._store: Store = _get_default_store().clone()
         self._store.set_timeout(timedelta(seconds=patience))
 
-    def say(self, word: RankStatus) -> None:
-        """Write this rank's word in place of its last."""
-        self._store.set(f"roll/{self.rank}", json.dumps(asdict(word)))
+    def write(self, status: RankStatus) -> None:
+        """Replace this rank's status."""
+        self._store.set(f"status/{self.rank}", json.dumps(asdict(status)))
 
-    def hear(self) -> list[RankStatus | None]:
-        """The last word of every rank, None for one that never spoke."""
-        keys = [f"roll/{rank}" for rank in range(self.size)]
+    def read(self) -> list[RankStatus | None]:
+        """Return the newest status of every rank, None for a rank that has written none."""
+        keys = [f"status/{rank}" for rank in range(self.size)]
         if self._store.check(keys):
-            return [_word(text) for text in self._store.multi_get(keys)]
-        return [_word(self._store.get(key)) if self._store.check([key]) else None for key in keys]
+            return [_decode(text) for text in self._store.multi_get(keys)]
+        return [_decode(self._store.get(key)) if self._store.check([key]) else None for key in keys]
 
-    def turn(self) -> int:
-        """1 for the rank that asks first, and so on."""
-        return int(self._store.add("roll/turns", 1))
+    def count_reader(self) -> int:
+        """Return 1 for the first rank that calls this, 2 for the second, and so on."""
+        return int(self._store.add("status/readers", 1))
 
-    def ask_for_stacks(self, who: str) -> None:
-        """Have every rank print what it is doing. `who` wants to know: a text that no one asked with before."""
-        self._store.set("roll/stacks", who)
+    def request_stacks(self, by: str) -> None:
+        """Make every rank print its stacks. `by` describes who wants them, in a text that no one has used before."""
+        self._store.set("status/stacks", by)
 
-    def asked_for_stacks(self) -> str | None:
-        """Who asked last, if anyone."""
-        return bytes(self._store.get("roll/stacks")).decode() if self._store.check(["roll/stacks"]) else None
+    def stacks_requested_by(self) -> str | None:
+        """Return who requested stacks last, if anyone."""
+        return bytes(self._store.get("status/stacks")).decode() if self._store.check(["status/stacks"]) else None
 
     def within(self, call: Callable[[], T]) -> T:
-        """What `call` returns, if the store answers within `patience` seconds: else TimeoutError, which says what that means.
+        """Return what `call` returns.
 
-        In a thread that is left behind if need be, for on a cut link the store's calls wait longer than their own timeout.
+        It runs in a thread, which is left behind after `patience` seconds: if the network is cut, calls of the store wait
+        longer than their own timeout.
+
+        Raises: TimeoutError if the store does not answer.
         """
         answers: list[T] = []
 
@@ -94,8 +100,8 @@ class StatusBoard:
         if not answers:
             where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
             raise TimeoutError(
-                f"the store at {where} does not answer: its host or its torchrun is down, or the network to it is cut, "
-                "so the other ranks cannot be asked"
+                f"the store at {where} does not answer: its host or its torchrun is down, or the network to it is cut. "
+                "So the state of the other ranks is unknown"
             )
         return answers[0]
 
@@ -103,99 +109,103 @@ class StatusBoard:
 def describe_missing_ranks(
     before: Sequence[RankStatus | None], after: Sequence[RankStatus | None], *, rank: int, now: float
 ) -> str:
-    """Lines that name the ranks that do not work, the likeliest cause first, seen from `rank`.
+    """List the ranks that do not work, as seen from `rank`, the likeliest cause first.
 
-    `before`, `after`: the words of all ranks at two times, far enough apart for a living rank to speak in between.
+    `before`, `after`: the statuses of all ranks at two times, far enough apart for a living rank to write a new one.
 
     Example:
-        missing: rank 1 on node7 (pid 47): last seen at step 17, 10.2 s ago; not heard of for 9.8 s: killed, stopped or cut off
+        missing: rank 1 on node7 (pid 47): last seen at step 17, 10.2 s ago; silent for 9.8 s: killed, stopped or cut off
     """
     silent, stuck, left, failed = [], [], [], []
     for other, (old, new) in enumerate(zip(before, after, strict=True)):
         if other == rank:
             continue
         if new is None:
-            silent.append(f"rank {other}: never heard of")
+            silent.append(f"rank {other}: never started")
             continue
         idle = new.idle + max(0.0, now - new.time)
         who = f"rank {other} on {new.host} (pid {new.pid})"
         if new.state == "failed":
             failed.append((new.time, f"{who}: failed at step {new.step}: {new.error}"))
         elif new.state == "ended":
-            left.append(f"{who}: ended in order after step {new.step}")
+            left.append(f"{who}: ended without an error after step {new.step}")
         elif old is not None and old.count == new.count and old.pid == new.pid:
-            since = f"not heard of for {max(0.0, now - new.time):.1f} s: killed, stopped or cut off"
+            since = f"silent for {max(0.0, now - new.time):.1f} s: killed, stopped or cut off"
             silent.append(f"{who}: last seen at step {new.step}, {idle:.1f} s ago; {since}")
         elif old is None or old.step == new.step:
             stuck.append((-idle, f"{who}: alive, but at step {new.step} for {idle:.1f} s"))
     lines = [f"missing: {line}" for line in silent]
     lines += [f"no progress: {line}" for _, line in sorted(stuck)]
-    lines += [f"gone: {line}" for line in left]
+    lines += [f"ended: {line}" for line in left]
     lines += [f"failed too: {line}" for _, line in sorted(failed)]
-    if len(lines) > _SHOWN:
-        lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} ranks more"]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more ranks"]
     return "\n".join(lines) or "every other rank is alive and makes progress"
 
 
-def find_missing_ranks(roll: StatusBoard, *, pause: float) -> str:
-    """Who is missing, as lines; or that the store is out of reach. Takes `pause` seconds, in which a living rank speaks."""
+def find_missing_ranks(board: StatusBoard, *, pause: float) -> str:
+    """Describe the missing ranks, or say that the store does not answer. Takes `pause` seconds, in which living ranks write."""
     try:
-        if roll.within(roll.turn) > _CALLERS:
-            return "who is missing is told by the ranks that failed first: see their output"
-        before = roll.within(roll.hear)
+        if board.within(board.count_reader) > _MOST_READERS:
+            return "the ranks that failed first say which rank is missing: see their output"
+        before = board.within(board.read)
         time.sleep(pause)
-        return describe_missing_ranks(before, roll.within(roll.hear), rank=roll.rank, now=time.time())
+        return describe_missing_ranks(before, board.within(board.read), rank=board.rank, now=time.time())
     except TimeoutError as error:
         return str(error)
 
 
-def _word(text: bytes) -> RankStatus:
+def _decode(text: bytes) -> RankStatus:
     return RankStatus(**json.loads(text))
 
 
 class Watchdog:
-    """Watches that this rank makes progress, and tells who does not when another lets it down. A context manager.
+    """Watches that this rank makes progress, and says which rank is to blame if it does not. A context manager.
 
-    `beat(step)` costs next to nothing: threads of their own do the talking. After `timeout` seconds without a beat every
-    rank prints the stacks of its threads. If no beat comes in the next few seconds either, the process says who is missing
-    and exits with status 1, so that torchrun restarts the ranks or ends them. (A collective's own timeout, that of
-    start_ranks, often comes first. NCCL's kills the process without an exception: then the stacks are all there is.)
+    `beat(step)` costs next to nothing: threads of the watchdog communicate. After `timeout` seconds without a beat every rank
+    prints the stacks of its threads. If there is no beat in the next few seconds either, the process prints which ranks are
+    missing and exits with status 1, so that torchrun restarts or ends the ranks. (A collective's own timeout, that of
+    start_ranks, often comes first. NCCL's kills the process without an exception: then there are only the stacks.)
 
     An exception in the block that another rank may have caused gets a note that says which rank is missing, and since when.
 
     The time in which the process itself is stopped (Ctrl-Z) does not count. When torchrun is gone, the rank gets a SIGTERM.
 
     Example:
-        with start_ranks(timeout=60) as ranks, Watchdog(ranks, timeout=60) as heartbeat:
+        with start_ranks(timeout=60) as ranks, Watchdog(ranks, timeout=60) as watchdog:
             for step in range(steps):
                 ...
-                heartbeat.beat(step)
+                watchdog.beat(step)
     """
 
     def __init__(self, ranks: Ranks, *, timeout: float = 300.0) -> None:
         if timeout <= 0:
             raise ValueError(f"Watchdog: timeout={timeout}: must be above 0 seconds")
-        self.timeout, self.interval = timeout, min(max(timeout / 20, 0.2), 2.0)
+        self.timeout = timeout
+        self.interval = min(max(timeout / 20, 0.2), 2.0)
         self._ranks = ranks
-        self._roll = StatusBoard(ranks.rank, ranks.size) if ranks.size > 1 else None
-        self._step, self._progress, self._words = 0, time.monotonic(), 0
-        self._over, self._stalled, self._shown = threading.Event(), threading.Event(), float("-inf")
-        self._watcher, self._saying = (
-            threading.Thread(target=self._watch, name="heartbeat-watch", daemon=True),
-            threading.Lock(),
-        )
+        self._board = StatusBoard(ranks.rank, ranks.size) if ranks.size > 1 else None
+        self._step = 0
+        self._last_beat = time.monotonic()
+        self._written = 0
+        self._write_lock = threading.Lock()
+        self._over = threading.Event()
+        self._stalled = threading.Event()
+        self._stacks_shown = float("-inf")
+        self._watcher = threading.Thread(target=self._watch, name="watchdog-watch", daemon=True)
         self._parent = os.getppid() if dist.is_torchelastic_launched() else None
 
     def beat(self, step: int | None = None) -> None:
-        """Say that this rank has come to `step`; None, in the midst of long work that is no step: that it goes on."""
-        self._step, self._progress = self._step if step is None else step, time.monotonic()
+        """Report that this rank has reached `step`. None reports progress in long work that is no step."""
+        self._step = self._step if step is None else step
+        self._last_beat = time.monotonic()
 
     def __enter__(self) -> Watchdog:
         self.beat()
-        if self._roll is not None:
-            self._say(self._roll, "runs")  # now, so that a rank that dies in the first second has a name
-            arguments = (self._roll, self._roll.asked_for_stacks())
-            threading.Thread(target=self._talk, args=arguments, name="heartbeat-talk", daemon=True).start()
+        if self._board is not None:
+            self._write(self._board, "runs")  # now, so that a rank that dies in the first second is known
+            arguments = (self._board, self._board.stacks_requested_by())
+            threading.Thread(target=self._communicate, args=arguments, name="watchdog-status", daemon=True).start()
         self._watcher.start()
         return self
 
@@ -203,90 +213,89 @@ class Watchdog:
         self._over.set()
         self._watcher.join(1)  # or it might set the next alarm
         faulthandler.cancel_dump_traceback_later()
-        if self._roll is None:
+        if self._board is None:
             return
         if error is None or (isinstance(error, SystemExit) and not error.code):
-            self._leave("ended")
+            self._write_last(self._board, "ended")
             return
         summary = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        self._leave("failed", summary)
-        if isinstance(error, RuntimeError) and not isinstance(error, RanksError):  # all that collectives raise is one
-            error.add_note(f"{self._who()}:\n{find_missing_ranks(self._roll, pause=2.5 * self.interval)}")
+        self._write_last(self._board, "failed", summary)
+        if isinstance(error, RuntimeError) and not isinstance(error, RanksError):  # collectives raise only RuntimeErrors
+            error.add_note(f"{self._who()}:\n{find_missing_ranks(self._board, pause=2.5 * self.interval)}")
 
     def _who(self) -> str:
-        idle = time.monotonic() - self._progress
+        idle = time.monotonic() - self._last_beat
         return f"rank {self._ranks.rank} on {socket.gethostname()} (pid {os.getpid()}), at step {self._step} for {idle:.1f} s"
 
-    def _say(self, roll: StatusBoard, state: Literal["runs", "ended", "failed"], error: str = "") -> None:
-        with self._saying:
-            if state != "runs" or not self._over.is_set():  # the last word stays the last
-                self._words += 1
-                idle = time.monotonic() - self._progress
-                roll.say(
-                    RankStatus(socket.gethostname(), os.getpid(), self._step, idle, time.time(), self._words, state, error)
-                )
+    def _write(self, board: StatusBoard, state: Literal["runs", "ended", "failed"], error: str = "") -> None:
+        with self._write_lock:
+            if state == "runs" and self._over.is_set():
+                return  # the last status must not be overwritten
+            self._written += 1
+            idle = time.monotonic() - self._last_beat
+            host, pid = socket.gethostname(), os.getpid()
+            board.write(RankStatus(host, pid, self._step, idle, time.time(), self._written, state, error))
 
-    def _leave(self, state: Literal["ended", "failed"], error: str = "") -> None:
-        roll = self._roll
-        if roll is not None:
-            with suppress(TimeoutError):  # a lost store is told by who asks it, and is no reason to fail
-                roll.within(lambda: self._say(roll, state, error))
+    def _write_last(self, board: StatusBoard, state: Literal["ended", "failed"], error: str = "") -> None:
+        with suppress(TimeoutError):  # whoever needs the store reports that it is lost
+            board.within(lambda: self._write(board, state, error))
 
-    def _talk(self, roll: StatusBoard, answered: str | None) -> None:
-        """Keep this rank's word fresh, and pass on the wish to see stacks. May hang for ever on a cut link."""
-        asked = False
+    def _communicate(self, board: StatusBoard, answered: str | None) -> None:
+        """Keep this rank's status fresh, and pass requests for stacks on. May hang for ever if the network is cut."""
+        requested = False
         while not self._over.wait(self.interval):
             try:
-                self._say(roll, "runs")
-                if self._stalled.is_set() and not asked:
-                    roll.ask_for_stacks(f"rank {self._ranks.rank} at step {self._step}")
-                asked = self._stalled.is_set()
-                if (wish := roll.asked_for_stacks()) != answered:
-                    self._show_stacks(f"asked by {wish}, which makes no progress")
-                    answered = wish
-            except dist.DistNetworkError:  # the connection is gone, and does not come back
+                self._write(board, "runs")
+                if self._stalled.is_set() and not requested:
+                    board.request_stacks(f"rank {self._ranks.rank} at step {self._step}")
+                requested = self._stalled.is_set()
+                request = board.stacks_requested_by()
+                if request is not None and request != answered:
+                    self._show_stacks(f"requested by {request}, which makes no progress")
+                    answered = request
+            except dist.DistNetworkError:  # the connection is lost, and does not come back
                 return
-            except dist.DistError:  # the store is slow today
+            except dist.DistError:  # the store is slow for the moment
                 continue
 
     def _watch(self) -> None:
-        """Tell when this rank makes no progress, and end it. Never waits for anyone."""
+        """Report when this rank makes no progress, and end it. Never waits for another rank or the store."""
         last = time.monotonic()
         grace = min(max(self.timeout / 4, 3.0), 60.0)
         while not self._over.wait(self.interval):
             now = time.monotonic()
             if now - last > self.interval + 5:
-                self._progress += now - last  # the process itself was stopped: nobody could make progress
+                self._last_beat += now - last  # the process itself was stopped: it could not make progress
             last = now
             if self._parent not in (None, os.getppid()):
                 self._parent = None
                 os.kill(os.getpid(), signal.SIGTERM)
-            with suppress(Exception):  # where stderr is no file. For a main thread that never lets go of the interpreter
+            with suppress(Exception):  # where stderr is no file. For a main thread that never releases the interpreter
                 faulthandler.dump_traceback_later(self.timeout + grace)
-            idle = now - self._progress
+            idle = now - self._last_beat
             if idle > self.timeout and not self._stalled.is_set():
                 self._stalled.set()
                 self._show_stacks(f"no progress for {self.timeout:g} s")
             elif idle <= self.timeout and self._stalled.is_set():
                 self._stalled.clear()
-                _print(f"{self._who()}: goes on")
+                _print(f"{self._who()}: makes progress again")
             if idle > self.timeout + grace:
                 self._give_up()
 
     def _show_stacks(self, reason: str) -> None:
-        if time.monotonic() - self._shown > self.timeout:  # once for both reasons
-            self._shown = time.monotonic()
+        if time.monotonic() - self._stacks_shown > self.timeout:  # once, although there may be two reasons
+            self._stacks_shown = time.monotonic()
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             stacks = [
                 f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
                 for ident, frame in sys._current_frames().items()
-                if not names.get(ident, "").startswith("heartbeat-")
+                if not names.get(ident, "").startswith("watchdog-")
             ]
             _print(f"{self._who()}: {reason}. Its stacks:", *stacks)
 
     def _give_up(self) -> None:
-        found = find_missing_ranks(self._roll, pause=2.5 * self.interval) if self._roll else "it is the only rank"
-        if self._over.is_set():  # an exception has come meanwhile, and says more
+        found = find_missing_ranks(self._board, pause=2.5 * self.interval) if self._board else "it is the only rank"
+        if self._over.is_set():  # an exception was raised in the meantime, and says more
             return
         try:
             raise TimeoutError(f"{self._who()}: no progress, gives up.\n{found}")
@@ -297,6 +306,6 @@ class Watchdog:
 
 
 def _print(*lines: str) -> None:
-    """At once, so that the lines of several ranks do not mix."""
+    """Print at once, so that the lines of several ranks do not mix."""
     sys.stderr.write("\n".join(lines).rstrip() + "\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Two runs of one config: are their numbers the same bits, or how far apart are they, and since when."""
+"""Compare runs: whether two runs of one config have the same numbers, and a table of the metrics of several runs."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from unisono_models.training.run.log import read_metrics
 from unisono_models.training.run.run_directory import config_differences, read_config, read_provenance
 
 Line = dict[str, Json]
-# How many of the first losses must agree, and how closely (relative), where rounding may differ: other ranks, other machine.
+# If rounding may differ (other ranks, other machine): how many of the first losses must agree, and how closely (relative).
 TOLERANCES = {"float32": (10, 1e-6), "float64": (50, 1e-9), "bfloat16": (10, 1e-2)}
 SAME = ("world_size", "threads", "environment", "versions", "machine.cpu", "machine.device", "git.commit")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run was reproduced, and in which words."""
+    """Whether a run was reproduced, and a text that explains it."""
 
     good: bool
     text: str
 
 
 def compare_runs(old: Path, new: Path, *, steps: int | None = None) -> Verdict:
-    """Compare what two run directories of one config measured, in the first `steps` steps if given.
+    """Compare the metrics of two runs of one config, in the first `steps` steps if given.
 
-    The same number of ranks, machine and versions: every value of every step and evaluation has to be the same bits.
-    Otherwise only rounding may differ: the first losses have to agree within TOLERANCES, or within the config's own `rounding`.
+    If both have the same number of ranks, machine and versions, every value of every step and evaluation has to be the same
+    bits. Otherwise rounding may differ: the first losses have to agree within TOLERANCES, or within `rounding` of the config.
     """
     before, after = _steady(old, steps), _steady(new, steps)
     if not any(kind == "train" for _, kind, _ in before):
@@ -44,7 +44,7 @@ def compare_runs(old: Path, new: Path, *, steps: int | None = None) -> Verdict:
     different = _first_difference(before, after)
     text = [f"Compared {sum(kind == 'train' for _, kind, _ in before)} steps of {old} with {new}."]
     if unlike:
-        text.append("The circumstances differ: " + "; ".join(unlike) + ".")
+        text.append("The environments differ: " + "; ".join(unlike) + ".")
     if different is None and not missing:
         return Verdict(True, "\n".join([*text, "Reproduced: bitwise equal."]))
     if missing:
@@ -60,7 +60,7 @@ def compare_runs(old: Path, new: Path, *, steps: int | None = None) -> Verdict:
 
 
 def environment_differences(old: Path, new: Path) -> list[str]:
-    """In what the starts of two runs differ, so that their numbers may be rounded differently; empty if they should not."""
+    """List the differences between the starts of two runs that may make their numbers round differently."""
     starts = [read_provenance(path)["starts"] for path in (old, new)]
     if not all(starts):
         return ["a run has no provenance.json"]
@@ -76,14 +76,14 @@ def environment_differences(old: Path, new: Path) -> list[str]:
 
 
 def _steady(path: Path, steps: int | None) -> dict[tuple[int, str, str], Line]:
-    """The lines that the clock has no part in, by step, kind and names. A name for each evaluation, if a step has several."""
+    """Read the lines that do not depend on the clock, by step, kind and names: a step may have several evaluations."""
     lines = [line for line in read_metrics(path) if line["kind"] != "speed" and (steps is None or line["step"] < steps)]
     order = sorted(lines, key=lambda line: (line["step"], line["kind"] != "train"))
     return {(line["step"], line["kind"], ",".join(sorted(line))): line for line in order}
 
 
 def _beyond(key: tuple[int, str, str], steps: int | None) -> bool:
-    """Whether a line may be absent: a run that stops after `steps` need not evaluate after the last of them."""
+    """Return whether a line may be missing: a run that stops after `steps` steps need not evaluate after the last one."""
     return steps is not None and key[0] == steps - 1 and key[1] == "evaluation"
 
 
@@ -113,7 +113,7 @@ def _within_rounding(
 
 
 def relative_difference(a: float, b: float) -> float:
-    """How far apart two numbers are, relative to the larger.
+    """Return the difference of two numbers relative to the larger one.
 
     Example:
         >>> relative_difference(1.0, 1.5), relative_difference(1.0, float("nan"))
@@ -141,13 +141,13 @@ def _tolerance(path: Path) -> tuple[int, float]:
 
 def _hint(old: Path, new: Path) -> str:
     dirty = [path for path in (old, new) if any(_dotted(start, "git.dirty") for start in read_provenance(path)["starts"])]
-    return f" Its code had changes that are in no commit: {' and '.join(map(str, dirty))}." if dirty else ""
+    return f" The code had uncommitted changes in {' and '.join(map(str, dirty))}." if dirty else ""
 
 
 def _circumstance(start: Json, name: str) -> Json:
     value = _dotted(start, name)
     if name == "environment" and isinstance(value, dict):
-        return {key: item for key, item in value.items() if key != "OMP_NUM_THREADS"}  # `threads` is what came of it
+        return {key: item for key, item in value.items() if key != "OMP_NUM_THREADS"}  # `threads` has its effect
     return value
 
 
@@ -182,7 +182,7 @@ class Options:
 
 
 def tabulate_runs(runs: Sequence[Path], metrics: Sequence[str] = ("*",), *, digits: int = 3) -> str:
-    """The table. Raises: ValueError that names a run which is not finished."""
+    """Return the table as Markdown: see Options. Raises: ValueError that names a run which is not finished."""
     groups: list[tuple[dict[str, object], list[dict[str, float]]]] = []
     for path in runs:
         if not (path / "summary.json").exists():

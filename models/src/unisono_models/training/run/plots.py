@@ -1,4 +1,4 @@
-"""The curves of a run as pictures, drawn from metrics.jsonl."""
+"""The curves of a run, plotted from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Theme = Literal["light", "dark"]
 Points = tuple[list[int], list[float]]
 INKS = {"light": ("#ffffff", "#1f2430", "#6b7280", "#e5e7eb"), "dark": ("#181b22", "#e6e8ee", "#9aa1af", "#2c313c")}
-# Told apart in daylight, at night and by the colour-blind (Okabe and Ito's, lightened for the dark).
+# Okabe and Ito's colours, which the colour-blind can tell apart, lightened for the dark theme.
 COLOURS = {
     "light": ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9"),
     "dark": ("#5ab0e8", "#f08a4b", "#3cc79a", "#e39cc4", "#e6b93d", "#9fd3f5"),
@@ -28,7 +28,7 @@ COLOURS = {
 
 @dataclass
 class Panel:
-    """One picture: curves of a quantity over steps. `lines` has a value for every step, `marks` for some."""
+    """One plot: curves of a quantity over steps. `lines` have a value for every step, `marks` for some."""
 
     name: str
     lines: dict[str, Points] = field(default_factory=dict)
@@ -36,29 +36,29 @@ class Panel:
 
 
 def write_plots(metrics: Path, folder: Path, *, theme: Theme = "light") -> dict[str, Path]:
-    """Draw the curves of the run directory or metrics file `metrics` as PNGs into `folder`: their paths, by name.
+    """Draw the curves of the run directory or metrics file `metrics` as PNGs into `folder`. Return their paths by name.
 
     Example:
         write_plots(run.path, run.plots)
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
-    for name, picture in draw_plots(read_metrics(metrics), theme=theme).items():
+    for name, png in draw_plots(read_metrics(metrics), theme=theme).items():
         paths[name] = folder / f"{_file_name(name)}.png"
-        paths[name].write_bytes(picture)
+        paths[name].write_bytes(png)
     return paths
 
 
 def draw_plots(lines: Sequence[dict[str, Json]], *, theme: Theme = "light") -> dict[str, bytes]:
-    """The curves of the metrics `lines` as PNGs, by name, the loss first."""
+    """Draw the curves of the metrics `lines` as PNGs. Return them by name, the loss first."""
     return {panel.name: _draw(panel, theme) for panel in collect_panels(lines)}
 
 
 def collect_panels(lines: Sequence[dict[str, Json]]) -> list[Panel]:
-    """What there is to draw: a panel for each value of the training, one for each family of evaluation, and the speed.
+    """Collect the plots: one for each value of training, one for each family of evaluation metrics, and one for the speed.
 
-    "text_to_image/recall@1", "…@5" and so on are a family and share a panel. An evaluation that has the name of a value of the
-    training is drawn into its panel.
+    "text_to_image/recall@1", "…@5" and so on are a family and share a plot. An evaluation metric that has the name of a value
+    of training is drawn into the same plot.
     """
     trained, evaluated, speed = _series(lines, "train"), _series(lines, "evaluation"), _series(lines, "speed")
     panels = {name: Panel(name, lines={name: points}) for name, points in trained.items() if name != "samples"}
@@ -73,7 +73,7 @@ def collect_panels(lines: Sequence[dict[str, Json]]) -> list[Panel]:
 
 
 def smoothed(values: Sequence[float], width: int) -> list[float]:
-    """The mean of the up to `width` finite values around each, which does not lag behind the curve.
+    """Smooth a curve: the mean of up to `width` finite values around each one.
 
     Example:
         >>> smoothed([1, 2, 6, float("nan"), 3], 3)
@@ -144,7 +144,7 @@ def _fill(figure: Figure, panel: Panel, theme: Theme) -> None:
         colour = next(colours)
         width = _width(values)
         curve = smoothed(values, width)
-        stride = max(len(values) // 4000, 1)  # more points than the picture has columns only cost time
+        stride = max(len(values) // 4000, 1)  # more points than the image has columns only cost time
         if width > 1:
             axes.plot(steps[::stride], values[::stride], color=colour, alpha=0.33, linewidth=0.9)
         label = "training" + (f", mean of {width}" if width > 1 else "")
@@ -172,14 +172,14 @@ def _fill(figure: Figure, panel: Panel, theme: Theme) -> None:
 
 
 def _width(values: Sequence[float]) -> int:
-    """Over how many steps to average: a thirtieth of the run, but not at all if the curve is smooth by itself."""
+    """Return the number of steps to average over: a thirtieth of the run, or 1 if the curve is smooth without it."""
     width = max(len(values) // 30, 1)
     ways = [sum(abs(b - a) for a, b in pairwise(curve) if math.isfinite(b - a)) for curve in (values, smoothed(values, width))]
     return width if ways[0] > 1.5 * ways[1] else 1
 
 
 def _limit(axes: Any, curves: Sequence[float], marks: Sequence[float]) -> None:
-    """Let the y axis show the bulk: a few wild steps would press the rest flat. Shares begin at 0."""
+    """Limit the y axis to most of the values, since a few outliers would flatten the rest. Fractions start at 0."""
     curves = sorted(value for value in curves if math.isfinite(value))
     marks = [value for value in marks if math.isfinite(value)]
     if len(curves) > 50:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: all ranks finish the same step, save, and end in order."""
+"""SIGTERM and Ctrl-C: all ranks finish the same step, save, and end without an error."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _SAME_PRESS = 0.5  # seconds: one Ctrl-C may reach a rank twice, from the termin
 
 
 class StopSignal:
-    """Turns SIGTERM, and the first Ctrl-C, into a question that the training loop asks after each step. A context manager.
+    """Catches SIGTERM and the first Ctrl-C, for the training loop to ask about after each step. A context manager.
 
-    A second Ctrl-C interrupts at once. Signals reach the ranks at different times or only some of them: so the ranks have
-    to agree, which takes one all_reduce of a number (0.2 to 0.4 ms with gloo on one host) at every call, or every `every`-th.
+    A second Ctrl-C interrupts at once. A signal reaches the ranks at different times, or only some of them. So the ranks have
+    to agree, by one all_reduce of a number at each call (0.2 to 0.4 ms with gloo on one host), or at every `every`-th call.
 
-    A run that was told to stop saves and ends with exit status 0: an error status would make torchrun with --max-restarts
-    start it again. Whether it is finished is written in its run directory. torchrun itself, when it gets SIGTERM, passes it
-    on, waits --shutdown-timeout seconds (30 by default) before it kills, and then ends with status 1: the step and the
-    checkpoint have to fit into that time.
+    A run that was stopped saves and ends with exit status 0: an error status would make torchrun with --max-restarts start it
+    again. The run directory shows whether the run is finished. When torchrun itself gets SIGTERM, it passes it on, waits
+    --shutdown-timeout seconds (30 by default) before it kills the ranks, and ends with status 1: the step and the checkpoint
+    have to fit into that time.
 
     Example:
-        with StopSignal() as stopping:
+        with StopSignal() as stop_signal:
             for step in range(first, steps):
                 ...
-                if stopping.agreed():
+                if stop_signal.received_by_any_rank():
                     checkpoints.save(step + 1, ...)
                     break
     """
@@ -38,34 +38,36 @@ class StopSignal:
         if every < 1:
             raise ValueError(f"StopSignal: every={every}: must be at least 1")
         self._every = every
-        self._asked = 0
+        self._calls = 0
         self._agreed = False
-        self._before: dict[int, Any] = {}
-        self._signalled = 0.0
-        self.told: str | None = None
+        self._handlers: dict[int, Any] = {}
+        self._received_at = 0.0
+        self.received: str | None = None
         """The name of the signal that this rank got, if it got one."""
 
-    def agreed(self) -> bool:
-        """Whether any rank was told to stop: the same answer on every rank. All ranks must call it equally often."""
-        self._asked += 1
-        if not self._agreed and self._asked % self._every == 0:
-            self._agreed = bool(all_reduce(torch.tensor([int(self.told is not None)])).item())
+    def received_by_any_rank(self) -> bool:
+        """Return whether any rank got a signal: the same answer on every rank. All ranks have to call it equally often."""
+        self._calls += 1
+        if not self._agreed and self._calls % self._every == 0:
+            self._agreed = bool(all_reduce(torch.tensor([int(self.received is not None)])).item())
         return self._agreed
 
     def __enter__(self) -> StopSignal:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._handle)
+            self._handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            # After an error torchrun sends SIGTERM to the ranks that are left. They are about to end, and yet to say why.
+        for number, handler in self._handlers.items():
+            # After an error torchrun sends SIGTERM to the ranks that are left. They end by themselves, and have yet to print
+            # their errors.
             if number == signal.SIGINT or error is None:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number == signal.SIGINT and self.told == "SIGINT" and now - self._signalled > _SAME_PRESS:
+        if number == signal.SIGINT and self.received == "SIGINT" and now - self._received_at > _SAME_PRESS:
             raise KeyboardInterrupt
-        if self.told is None:
-            self.told, self._signalled = signal.Signals(number).name, now
+        if self.received is None:
+            self.received = signal.Signals(number).name
+            self._received_at = now

@@ -1,10 +1,11 @@
-"""Where a run comes from: versions, commit, command, machine. A run keeps one such record for each time it was started."""
+"""Where a run comes from: versions, commit, command, machine. A run has one such record for each start."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -17,17 +18,8 @@ from torch import distributed
 
 from unisono_models.training.distributed.object_collectives import Json
 
-PACKAGES = (
-    "torch",
-    "timm",
-    "transformers",
-    "tokenizers",
-    "numpy",
-    "unisono-collectives",
-    "unisono-contrastive",
-    "unisono-models",
-)
-# Variables that change how numbers are rounded: reproduce sets them again.
+DISTRIBUTION = "unisono-models"
+# Environment variables that change how numbers are rounded. `reproduce` sets them again.
 VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"),
     *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
@@ -35,7 +27,7 @@ VARIABLES = (
 
 
 def describe_start(*, world_size: int, hosts: Sequence[str]) -> Json:
-    """What there is to know about this start of a run, as JSON. `hosts`: that of each rank."""
+    """Describe this start of a run, as JSON. `hosts`: the host of each rank."""
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),
@@ -52,20 +44,29 @@ def describe_start(*, world_size: int, hosts: Sequence[str]) -> Json:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that decide on the numbers, as far as they are installed."""
+    """Return the versions of Python, of this distribution, and of everything it depends on that is installed."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in ("torch", DISTRIBUTION, *_dependencies()):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # a checkout on PYTHONPATH has no version but its commit
+            continue  # an extra that is not installed
     return found
 
 
-def git_state(folder: Path) -> Json:
-    """{"commit": …, "dirty": …} of the checkout that `folder` belongs to, or None.
+def _dependencies() -> list[str]:
+    """List what the installed distribution depends on, extras included. A checkout on PYTHONPATH has no such list."""
+    try:
+        wanted = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        wanted = []
+    return list(dict.fromkeys(re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in wanted))
 
-    A folder that git does not track, such as site-packages in an environment inside somebody's checkout, has none.
+
+def git_state(folder: Path) -> Json:
+    """Return {"commit": …, "dirty": …} of the checkout that `folder` belongs to, or None.
+
+    It is None for a folder that git does not track, such as site-packages of an environment inside someone's checkout.
     """
     if not _git(folder, "ls-files", "--", "."):
         return None
@@ -74,7 +75,7 @@ def git_state(folder: Path) -> Json:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None without git, and outside a checkout."""
+    """Return what git prints, or None without git and outside of a checkout."""
     command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True, stdin=subprocess.DEVNULL)
@@ -84,7 +85,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """The name of the processor."""
+    """Return the name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.lower().startswith(("model name", "cpu model")):
@@ -95,7 +96,7 @@ def cpu_model() -> str:
 
 
 def device_name() -> str:
-    """The name of the accelerator, or "cpu"."""
+    """Return the name of the accelerator, or "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "cpu"

@@ -204,7 +204,7 @@ def _reproduction(path: Path) -> str:
     if starts:
         ranks = starts[-1]["world_size"]
         runner = f"torchrun --standalone --nproc-per-node {ranks} -m" if starts[-1]["torchrun"] else "python -m"
-        train = f"{runner} unisono_models.{saved['model']}.train --config {folder}/config.json --run.dir {folder}-again"
+        train = f"{runner} unisono_models.{saved['model']} train --config {folder}/config.json --run.dir {folder}-again"
         parts += ["<p>Or only run it:</p>", f"<pre>{escape(train)}</pre>"]
     flat = {name: json.dumps(value, ensure_ascii=False) for name, value in _flat(saved["config"]).items()}
     parts.append(f"<details><summary>Configuration</summary>{key_value_table(flat, code=True)}</details>")

@@ -1,4 +1,4 @@
-"""Run a run again from its directory, and compare the numbers: python -m unisono_models.training reproduce RUN_DIR"""
+"""Repeat a run from its directory and compare the numbers: python -m unisono_models.training reproduce RUN_DIR"""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ PACKAGE = "unisono_models"
 def reproduce(
     run_dir: Path, *, nproc: int | None = None, steps: int | None = None, dir: Path | None = None, _package: str = PACKAGE
 ) -> Verdict:
-    """Run the run in `run_dir` again, in a fresh directory, and compare what both measured.
+    """Repeat the run in `run_dir`, in a new directory, and compare the metrics of both.
 
-    nproc: ranks on this host; None: as many as the run had. steps: only the first ones; the schedule stays that of the whole
-    run. An unfinished run is compared as far as it went. dir: where to; None: beside `run_dir`.
+    Args:
+        nproc: The number of ranks on this host. None takes as many as the run had.
+        steps: Repeat only this many steps, with the learning rate schedule of the whole run. None repeats all steps that the
+            run has taken.
+        dir: The new directory. None makes one beside `run_dir`.
 
-    Raises: ValueError if `run_dir` holds no run that can be run again, FileExistsError if `dir` is not fresh,
-    CalledProcessError if the training fails.
+    Raises: ValueError if `run_dir` has no run that can be repeated; FileExistsError if `dir` is not empty; CalledProcessError
+    if the training fails.
     """
     if not (run_dir / "config.json").is_file():
         raise ValueError(f"reproduce: {run_dir} is not a run directory: it has no config.json")
@@ -49,10 +52,10 @@ def reproduce(
     out = _fresh(run_dir) if dir is None else dir.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"reproduce: {dir} is not empty: choose another --dir")
-    module = _train_module(saved["model"], _package)
+    module = _model_package(saved["model"], _package)
     ranks = nproc or int(first.get("world_size") or 1)
     runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *(runner if ranks > 1 or first.get("torchrun") else []), "-m", module]
+    command = [sys.executable, *(runner if ranks > 1 or first.get("torchrun") else []), "-m", module, "train"]
     command += ["--config", str((run_dir / "config.json").absolute()), "--run.dir", str(out)]
     command += [] if steps is None else ["--run.stop-after", str(steps)]
     print(shlex.join(command), flush=True)
@@ -60,17 +63,17 @@ def reproduce(
     return compare_runs(run_dir, out, steps=steps)
 
 
-def _train_module(model: str, package: str) -> str:
-    """The module to run. What a file names is run only if it is one of ours."""
+def _model_package(model: str, package: str) -> str:
+    """Find the package to run. What a file names is run only if it is one of ours."""
     if not isinstance(model, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", model):
-        raise ValueError(f"reproduce: config.json names the model {model!r}, which is no name of a model in {package}")
-    name = f"{package}.{model}.train"
+        raise ValueError(f"reproduce: config.json names the model {model!r}, which is not a model of {package}")
+    name = f"{package}.{model}"
     try:
-        found = importlib.util.find_spec(name)
+        found = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError:
         found = None
     if found is None:
-        raise ValueError(f"reproduce: config.json names the model {model!r}, but there is no {name}")
+        raise ValueError(f"reproduce: config.json names the model {model!r}, but there is no {name} to run")
     return name
 
 
@@ -85,7 +88,7 @@ def _fresh(run_dir: Path) -> Path:
 
 
 def _environment(start: Json) -> dict[str, str]:
-    """This process's variables, but those by which numbers are rounded as that start had them."""
+    """Return this process's environment, with the variables that change rounding as that start had them."""
     if not start:
         return dict(os.environ)
     kept = {"OMP_NUM_THREADS": start.get("threads")} | (start.get("environment") or {})
@@ -103,7 +106,7 @@ def _steps_taken(run_dir: Path) -> int:
 
 @dataclass(frozen=True)
 class Options:
-    """Run a run again and compare the numbers. The exit code is 0 if it was reproduced."""
+    """Repeat a run and compare the numbers. The exit code is 0 if it was reproduced."""
 
     run_dir: Annotated[Path, tyro.conf.Positional]
     """The directory of the run."""

@@ -1,4 +1,4 @@
-"""A run directory belongs to one run at a time: two at once would ruin each other's files."""
+"""The directory of a run: choosing it, continuing it, locking it, and finding what a finished run has left."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from unisono_models.training.config.serialization import config_from_json, confi
 from unisono_models.training.distributed.object_collectives import Json, all_gather_object, broadcast_object, raise_together
 from unisono_models.training.run.provenance import describe_start
 
-WAIT = 10.0  # seconds: a run that was told to stop may be about to end
+WAIT = 10.0  # seconds: a run that was stopped may be about to end
 
 
 def lock_run(path: Path) -> IO[str] | None:
-    """Hold the run directory `path` until the returned file is closed or this process ends, in whichever way.
+    """Lock the run directory `path` until the returned file is closed or this process ends: two runs would mix their files.
 
-    Raises: BlockingIOError that names the process that holds it.
-    Returns None where there are no locks to be had: on some network file systems, and without POSIX.
+    Returns None where locks are not available: on some network file systems, and on systems without POSIX.
+
+    Raises: BlockingIOError that names the process that holds the lock.
     """
     try:
         import fcntl
@@ -35,7 +36,7 @@ def lock_run(path: Path) -> IO[str] | None:
     deadline = time.monotonic() + WAIT
     while True:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the process: workers forked from it do not inherit it
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked workers do not inherit it
             break
         except (BlockingIOError, PermissionError) as error:
             if time.monotonic() > deadline:
@@ -48,7 +49,7 @@ def lock_run(path: Path) -> IO[str] | None:
         except OSError:
             file.close()
             return None
-    with suppress(OSError):  # what it says is only for the message above
+    with suppress(OSError):  # the content is only for the message above
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")
         file.flush()
@@ -58,14 +59,14 @@ def lock_run(path: Path) -> IO[str] | None:
 if TYPE_CHECKING:
     from unisono_models.training.distributed.launch import Ranks
 
-# Fields that say where a start of the run is, how far it goes and how long it waits, not what is computed. Any start may have
-# its own; the first two are not kept, so that a run can be moved, and run again elsewhere.
-NOT_KEPT = ("dir", "stop_after")
+# These fields do not change what is computed: each start of a run may have its own values. The first two are not saved in
+# config.json, so that a run can be moved and repeated elsewhere.
+NOT_SAVED = ("dir", "stop_after")
 NOT_COMPARED = ("run.dir", "run.stop_after", "run.timeout", "data.max_broken")
 
 
 class Config(Protocol):
-    """What open_run needs of a model's config: a frozen dataclass that has the fields of the run under `run`."""
+    """A config that open_run accepts: a frozen dataclass with a section `run`."""
 
     @property
     def run(self) -> RunConfig: ...
@@ -75,15 +76,15 @@ class Config(Protocol):
 class RunDirectory:
     """A run's directory, the same on every rank.
 
-    config.json, provenance.json, metrics.jsonl, tensorboard/, plots/, samples/, checkpoints/, export/, report.html; and
-    summary.json, which is written last: a run that has it is finished.
+    It has config.json, provenance.json, metrics.jsonl, tensorboard/, plots/, samples/, checkpoints/, export/ and report.html.
+    summary.json is written last: a run that has it is finished.
     """
 
     path: Path
     resumes: bool
-    """Whether an earlier start of this run is continued. There may be no checkpoint yet, all the same."""
+    """Whether an earlier start of this run is continued. It may have left no checkpoint."""
     first: bool
-    """Whether this is rank 0, the one that writes."""
+    """Whether this is rank 0, which writes the files."""
     lock: IO[str] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -103,7 +104,7 @@ class RunDirectory:
         return self.path / "export"
 
     def finish(self, summary: Mapping[str, float]) -> None:
-        """Keep `summary`, by which the run is finished: it will not be continued. To be called last, on every rank."""
+        """Write summary.json: the run is finished, and will not be continued. Call it last, on every rank."""
         with raise_together("RunDirectory.finish"):
             if self.first:
                 atomic_write(self.path / "summary.json", _pretty(dict(summary)))
@@ -112,14 +113,14 @@ class RunDirectory:
 
 
 def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDirectory:
-    """The directory of the run that `config` describes: a new one, or that of the same run if it was interrupted.
+    """Open the directory of the run that `config` describes: a new one, or that of the same run if it was interrupted.
 
-    Without config.run.dir it is runs/{model}-{recipe}, or the first of runs/{model}-{recipe}-2, -3, … that is free or holds an
-    unfinished run of the same config. With it, it is that one. The number of ranks may differ from that of the earlier start.
+    This is config.run.dir if it is given. Otherwise it is runs/{model}-{recipe}, or the first of runs/{model}-{recipe}-2, -3, …
+    that is free or has an unfinished run of the same config. The number of ranks may differ from that of the earlier start.
     Every rank calls this; rank 0 decides.
 
-    Raises, on all ranks: FileExistsError if config.run.dir holds a finished run, a run of another config (the fields are
-    named), or something else; BlockingIOError if another process is at work in it. With several ranks: RanksError that says so.
+    Raises: on all ranks, FileExistsError if config.run.dir has a finished run, a run of another config (it names the fields),
+    or something else; BlockingIOError if another process uses it. With several ranks it is a RanksError that says so.
 
     Example:
         run = open_run(config, model="clip", recipe="emoji", ranks=ranks)
@@ -132,7 +133,7 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
             saved = {"model": model, "recipe": recipe, "config": config_to_json(config)}
             path, resumes, lock = _take(config.run.dir, saved)
             if not resumes:
-                saved["config"]["run"] |= {name: None for name in NOT_KEPT if name in saved["config"]["run"]}
+                saved["config"]["run"] |= {name: None for name in NOT_SAVED if name in saved["config"]["run"]}
                 atomic_write(path / "config.json", _pretty(saved))
             for name in ("plots", "samples", "checkpoints", "export"):
                 (path / name).mkdir(exist_ok=True)
@@ -144,7 +145,7 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
 
 
 def config_differences(old: Json, new: Json) -> list[str]:
-    """The dotted names of the fields in which two configs, as JSON, differ; run.dir and its like are none.
+    """List the dotted names of the fields in which two configs, as JSON, differ. NOT_COMPARED fields do not count.
 
     Example:
         >>> config_differences({"run": {"seed": 0, "dir": "a"}}, {"run": {"seed": 1, "dir": "b"}})
@@ -154,7 +155,7 @@ def config_differences(old: Json, new: Json) -> list[str]:
 
 
 def read_config(path: Path) -> Json:
-    """What config.json in the run directory `path`, or the file `path`, says: {"model": …, "recipe": …, "config": {…}}."""
+    """Read config.json of the run directory `path`, or the file `path`: {"model": …, "recipe": …, "config": {…}}."""
     file = path / "config.json" if path.is_dir() else path
     saved = read_json(file)
     if not isinstance(saved, dict) or set(saved) != {"model", "recipe", "config"} or not isinstance(saved["config"], dict):
@@ -163,7 +164,7 @@ def read_config(path: Path) -> Json:
 
 
 def read_provenance(path: Path) -> Json:
-    """What provenance.json in the run directory `path` says: {"seed": …, "starts": […]}. No starts if it cannot be read."""
+    """Read provenance.json of the run directory `path`: {"seed": …, "starts": […]}, with no starts if it cannot be read."""
     try:
         found = json.loads((path / "provenance.json").read_text())
     except (OSError, ValueError):
@@ -172,12 +173,12 @@ def read_provenance(path: Path) -> Json:
 
 
 def _take(given: Path | None, saved: Json) -> tuple[Path, bool, IO[str] | None]:
-    """The directory, whether the run in it is continued, and the lock by which it is ours."""
+    """Return the directory, whether the run in it is continued, and the lock."""
     while True:
         path, _ = _choose(given, saved)
         path.mkdir(parents=True, exist_ok=True)
         lock = lock_run(path)
-        again, resumes = _choose(given, saved)  # while we waited for it, it may have become another run's, or finished
+        again, resumes = _choose(given, saved)  # another run may have taken or finished it while we waited
         if again == path:
             return path, resumes, lock
         if lock is not None:
@@ -185,7 +186,7 @@ def _take(given: Path | None, saved: Json) -> tuple[Path, bool, IO[str] | None]:
 
 
 def _choose(given: Path | None, saved: Json) -> tuple[Path, bool]:
-    """The directory, and whether the run in it is continued."""
+    """Return the directory, and whether the run in it is continued."""
     if given is not None:
         path = Path(given).absolute()
         obstacle = _obstacle(path, saved)
@@ -202,14 +203,14 @@ def _choose(given: Path | None, saved: Json) -> tuple[Path, bool]:
 
 
 def _obstacle(path: Path, saved: Json) -> str:
-    """Why the run `saved` can neither begin nor go on in `path`; empty if it can."""
+    """Return why the run `saved` can neither begin nor continue in `path`, or an empty text if it can."""
     if not path.exists():
         return ""
     if not path.is_dir():
         return "is a file: choose another"
     if not (path / "config.json").exists():
         others = sorted(name for name in os.listdir(path) if name != ".lock" and not name.endswith(PART))
-        return f"is not empty and not a run (it holds {', '.join(others[:3])}): choose another" if others else ""
+        return f"is not empty and not a run (it has {', '.join(others[:3])}): choose another" if others else ""
     if (path / "summary.json").exists():
         return "holds a finished run: choose another, or remove it to run again"
     try:
@@ -224,7 +225,8 @@ def _obstacle(path: Path, saved: Json) -> str:
             f"{name} ({_get(old['config'], name)} there, {_get(saved['config'], name)} here)" for name in different
         )
         return (
-            f"holds an unfinished run of another config. Differing: {shown}. Choose another, or the same config to continue it"
+            f"holds an unfinished run of another config, with other values of {shown}. Choose another, or the same config to "
+            "continue it"
         )
     return ""
 
@@ -256,13 +258,13 @@ T = TypeVar("T")
 
 
 class RunError(ValueError):
-    """A directory without a finished run, or a command that its model cannot follow. The message says what to do."""
+    """There is no finished run, or its model cannot do what a command wants. The message says what to do."""
 
 
 def find_run(path: Path, *, model: str, kind: type[T], files: Sequence[str]) -> T:
-    """The config, a `kind`, of the run in the directory `path`, which has to be of `model` and to have exported `files`.
+    """Return the config, of class `kind`, of the run of `model` in the directory `path`, which has exported `files`.
 
-    Raises: RunError if there is none, or not yet.
+    Raises: RunError if there is no such run, or if it has not finished.
 
     Example:
         find_run(Path("runs/gan-digits"), model="gan", kind=Config, files=FILES).data.source  ->  "mnist-5k"
@@ -272,19 +274,19 @@ def find_run(path: Path, *, model: str, kind: type[T], files: Sequence[str]) -> 
     try:
         saved = read_config(path)
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} is no run: {error}.{_list_runs(model, files)}") from None
+        raise RunError(f"{path} is not a run: {error}.{_list_runs(model, files)}") from None
     if saved["model"] != model:
         raise RunError(f"{path} holds a run of {saved['model']}, not of {model}.{_list_runs(model, files)}")
     if missing := [name for name in files if not (path / "export" / name).is_file()]:
         raise RunError(
-            f"{path}: the run has not finished: export/{missing[0]} is not there yet. Wait for it, or start the training "
-            "again with the same options, which continues it"
+            f"{path}: the run has not finished: export/{missing[0]} is not there yet. Wait for it, or continue it: start the "
+            "training again with the same options"
         )
     return config_from_json(kind, saved["config"])
 
 
 def _list_runs(model: str, files: Sequence[str]) -> str:
-    """Those that could have been meant."""
+    """List the runs that the user may have meant."""
     paths = [file.parents[1] for file in sorted(Path("runs").glob(f"*/export/{files[0]}"))]
     found = [str(path) for path in paths if _is_of(model, path)]
     return f" Here are {', '.join(found[:5])}" if found else f" Train one: ./scripts/train {model}"

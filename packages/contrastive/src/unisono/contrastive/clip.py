@@ -1,4 +1,4 @@
-"""clip_loss: every pair against all others of the global batch, both ways."""
+"""clip_loss: every pair against all other pairs of the global batch, in both directions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.nn.functional import softplus
 
 from unisono.collectives import Group, all_reduce, global_mean
 from unisono.collectives.checks import describe
-from unisono.contrastive.blocks import Exchange
-from unisono.contrastive.calls import is_integral, options_complaint, settle, shared
-from unisono.contrastive.statistics import pair_statistics
-from unisono.contrastive.walk import Entry, Logits, Pairs
+from unisono.contrastive.tiled.columns import Exchange
+from unisono.contrastive.tiled.logit_statistics import logit_statistics
+from unisono.contrastive.tiled.tiles import Logits, LogSumExp, TilePlan
+from unisono.contrastive.validate import is_integral, shared_scalar, validate_inputs
 
 GradReduce = Literal["mean", "sum"]
 SameId = Literal["positive", "masked"]
@@ -43,120 +43,133 @@ def clip_loss(
     grad_reduce: GradReduce = "mean",
     tile: int | None = None,
 ) -> Tensor:
-    """The softmax contrastive loss (InfoNCE, CLIP) of the global batch: the same value on every rank.
+    """Compute the softmax contrastive loss (InfoNCE, CLIP) of the global batch: the same value on every rank.
 
-    Row i of `x` belongs to row i of `y`; both are (rows, width), normalised by the caller if they are to be. Ranks may have
-    different numbers of rows, also none. `scale` multiplies the dot products (1 / temperature).
+    The loss is the cross entropy of scale * x @ y.T, by row and by column, over the rows of all ranks. Row i of `x` belongs
+    to row i of `y`; both are (rows, width), and the caller normalises them if they should be. Ranks may have different
+    numbers of rows, or none. `scale` multiplies the dot products (1 / temperature). `reference.clip_loss` is the specification.
 
-    ids: rows with the same id on any rank are not each other's negatives. same_id="positive" makes them positives which
-        share the target equally; "masked" leaves them out.
-    weights: how much each pair counts as an anchor, differentiable; a pair of weight 0 still is a negative for others.
+    ids: one integer per row. Rows with the same id, on any rank, are not each other's negatives. same_id="positive" makes them
+        positives that share the target equally; "masked" leaves them out.
+    weights: how much each pair counts as an anchor, differentiable. A pair of weight 0 is still a negative of the others.
     label_smoothing: as in torch's cross_entropy, over all candidates.
-    decoupled: positives are left out of the denominator (DCL, Yeh et al. 2021).
-    hardness: negatives count in proportion to exp(hardness * logit) (Robinson et al. 2020).
-    direction: "x_to_y" has only `x` as anchors, as in retrieval.
-    negatives: this rank's share of more candidates for `x`, (any number, width), without gradient: a NegativeQueue's. Those
-        of all ranks count. With `ids`, `negative_ids` are theirs.
-    sizes: every rank's number of rows, if known; otherwise one small exchange tells.
-    exchange: "gather" takes all ranks' `y` at once, "ring" one rank's after the other; "auto" decides by memory.
-    logits: "keep" holds those of this rank's rows for the backward, "recompute" forms them once more, a tile at a time; "auto"
+    decoupled: leave the positives out of the denominator (DCL, Yeh et al. 2021).
+    hardness: weight negatives in proportion to exp(hardness * logit) (Robinson et al. 2020).
+    direction: "x_to_y" takes only the rows of `x` as anchors, as in retrieval.
+    negatives: this rank's share of additional candidates for `x`, (any number, width), such as those of a NegativeQueue. They
+        have no gradient. Those of all ranks count. If `ids` are given, `negative_ids` must be given, too.
+    sizes: each rank's number of rows, if you know them. Otherwise one small collective exchanges them.
+    exchange: "gather" brings the `y` of all ranks at once, "ring" one rank's `y` after the other; "auto" decides by memory.
+    logits: "keep" holds the logits of this rank's rows for the backward, "recompute" computes them again tile by tile; "auto"
         keeps up to 128 MiB.
-    tile: rows and columns of logits formed at a time.
+    tile: the number of rows and columns of one tile of logits.
 
-    Backward: gradients for x, y, scale and weights that are those of the global loss once they are averaged over the
-    ranks, as DDP and FSDP do (grad_reduce="mean"), or once they are added ("sum"). The one of `scale` is the same on every
-    rank. All ranks must run it.
+    Backward: gradients for x, y, scale and weights. They are those of the global loss after averaging over the ranks, as DDP
+    and FSDP do (grad_reduce="mean"), or after adding them up ("sum"). The gradient of `scale` is the same on every rank. All
+    ranks must run it.
 
     Example:
         >>> import torch
         >>> from unisono.contrastive import clip_loss
         >>> x = torch.eye(3)
-        >>> clip_loss(x, x, scale=10.0)  # alone, or with the three rows on any ranks
+        >>> clip_loss(x, x, scale=10.0)  # on one rank, or with the three rows on any ranks
         tensor(9.0796e-05)
     """
-    name = "clip_loss"
-    problem = options_complaint(
-        exchange,
-        grad_reduce,
-        tile,
-        logits,
-        same_id=(same_id, ("positive", "masked")),
-        direction=(direction, ("both", "x_to_y")),
-    )
+    problem = _negatives_error(ids, negatives, negative_ids)
     if not 0 <= label_smoothing < 1:
-        problem = problem or f"label_smoothing={label_smoothing!r} must be in [0, 1)"
+        problem = f"label_smoothing={label_smoothing!r} must be in [0, 1)"
     if hardness < 0:
-        problem = problem or f"hardness={hardness!r} must not be negative"
-    options = f"same_id={same_id}, label_smoothing={label_smoothing}, decoupled={decoupled}, hardness={hardness}, {direction}"
-    options += f", exchange={exchange}, tile={tile}, grad_reduce={grad_reduce}, ids={ids is not None}"
-    options += f", negatives={negatives is not None}"
-    call = settle(
-        name,
+        problem = f"hardness={hardness!r} must not be negative"
+    options = {
+        "same_id": same_id,
+        "label_smoothing": label_smoothing,
+        "decoupled": decoupled,
+        "hardness": hardness,
+        "direction": direction,
+        "exchange": exchange,
+        "tile": tile,
+        "grad_reduce": grad_reduce,
+        "logits": logits,
+    }
+    inputs = validate_inputs(
+        "clip_loss",
         x,
         y,
         scale=scale,
         ids=ids,
         weights=weights,
-        more=negatives,
+        negatives=negatives,
         sizes=sizes,
         group=group,
-        same=options,
-        problem=problem or _negatives_complaint(ids, negatives, negative_ids),
+        options=options,
+        problem=problem,
     )
-    x, y, ids, scale = call.x, call.y, call.ids, shared(scale, group)
+    x, y, ids = inputs.x, inputs.y, inputs.ids
+    scale = shared_scalar(scale, group)
 
-    shares = ids is not None and same_id == "positive"  # the same ids share the target
-    apart = ids is not None and (not shares or decoupled or hardness > 0)  # and are not among the others of the denominator
-    where: Literal["all", "other"] = "other" if apart else "all"
-    entries = [Entry(1.0 + hardness, where)]
+    shared_target = ids is not None and same_id == "positive"  # rows with the same id share the target
+    same_apart = ids is not None and (
+        not shared_target or decoupled or hardness > 0
+    )  # the same id is not in the first log-sum-exp
+    where: Literal["all", "other"] = "other" if same_apart else "all"
+    log_sum_exps = [LogSumExp(1.0 + hardness, where)]
     if hardness:
-        entries.append(Entry(hardness, where))
-    if hardness and shares and not decoupled:
-        entries.append(Entry(1.0, "same"))
-    plan = Pairs(tuple(entries), columns=direction == "both", sums=ids is not None, exchange=exchange, tile=tile, logits=logits)
-    keys = None
+        log_sum_exps.append(LogSumExp(hardness, where))
+    if hardness and shared_target and not decoupled:
+        log_sum_exps.append(LogSumExp(1.0, "same"))
+    plan = TilePlan(
+        tuple(log_sum_exps),
+        columns=direction == "both",
+        same_id_sums=ids is not None,
+        exchange=exchange,
+        tile=tile,
+        logits=logits,
+    )
+    row_and_column_ids = None
     if ids is not None:
-        keys = ids, ids if negative_ids is None else torch.cat([ids, negative_ids.to(ids)])
-    found = pair_statistics(x, y, scale, keys, plan, call.sizes, group)
+        row_and_column_ids = ids, ids if negative_ids is None else torch.cat([ids, negative_ids.to(ids)])
+    statistics = logit_statistics(x, y, scale, row_and_column_ids, plan, inputs.sizes, group)
 
-    def anchor_losses(by: Tensor, own: Tensor, others: Tensor, count: Tensor | float) -> Tensor:
-        """The loss of each anchor of one side, from its statistics. `count`: of candidates, its own partner included."""
-        diagonal, same = found.diagonal, by[-1].detach() if ids is not None else 0.0
-        rest = by[0]
+    def anchor_losses(by_anchor: Tensor, anchors: Tensor, candidates: Tensor, count: Tensor | float) -> Tensor:
+        """Compute the loss of each anchor from its statistics. `count`: of the candidates on all ranks."""
+        diagonal = statistics.diagonal
+        same_count = by_anchor[-1].detach() if ids is not None else 0.0  # candidates with the same id, without the partner
+        rest = by_anchor[0]  # the log-sum-exp of the denominator, without the partner
         if hardness:
-            number = torch.as_tensor(count - 1 - same, dtype=rest.dtype, device=rest.device)
-            rest = torch.where(number > 0, number.log() + by[0] - by[1], -torch.inf)
-        if hardness and shares and not decoupled:
-            rest = _log_add(rest, by[2])
-        target = (diagonal + by[-2]) / (same + 1) if shares else diagonal
+            number = torch.as_tensor(count - 1 - same_count, dtype=rest.dtype, device=rest.device)
+            rest = torch.where(number > 0, number.log() + by_anchor[0] - by_anchor[1], -torch.inf)
+        if hardness and shared_target and not decoupled:
+            rest = _logaddexp(rest, by_anchor[2])
+        target = (diagonal + by_anchor[-2]) / (same_count + 1) if shared_target else diagonal
         if decoupled:
             losses = torch.where(rest == -torch.inf, 0.0, rest - target)
-        else:  # not logaddexp(rest, diagonal) - target, where a loss near zero and its gradient would lose all digits
+        else:  # logaddexp(rest, diagonal) - target would lose all digits of a loss near zero and of its gradient
             losses = softplus(rest - diagonal, threshold=50)
-            if shares:
-                losses = losses + (same * diagonal - by[-2]) / (same + 1)
+            if shared_target:
+                losses = losses + (same_count * diagonal - by_anchor[-2]) / (same_count + 1)
         if label_smoothing:
-            total = all_reduce(others.sum(0, dtype=rest.dtype), group=group)
-            uniform = scale.to(rest.dtype) * (own.to(rest.dtype) @ total)
-            if ids is not None and not shares:
-                uniform, count = uniform - by[-2], count - same
+            total = all_reduce(candidates.sum(0, dtype=rest.dtype), group=group)
+            uniform = scale.to(rest.dtype) * (anchors.to(rest.dtype) @ total)
+            if ids is not None and not shared_target:
+                uniform = uniform - by_anchor[-2]
+                count = count - same_count
             losses = losses + label_smoothing * (target - uniform / count)
         return losses
 
-    losses = anchor_losses(found.rows, x, y, call.candidates(group))
+    losses = anchor_losses(statistics.rows, x, y, inputs.global_columns(group))
     if direction == "both":
-        partners = x.shape[0]  # the columns beyond are nobody's anchors
-        backwards = anchor_losses(found.columns[:, :partners], y[:partners], x, call.candidates(group, columns=False))
-        losses = (losses + backwards) / 2
+        partners = x.shape[0]  # the columns after these are negatives, which are no anchors
+        columns = statistics.columns[:, :partners]
+        losses = (losses + anchor_losses(columns, y[:partners], x, inputs.global_rows(group))) / 2
     loss = global_mean(losses, weights=weights, grad_reduce=grad_reduce, group=group)
     return loss.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def multi_tower_loss(towers: Sequence[Tensor], scale: Tensor | float, **options: Any) -> Tensor:
-    """The mean of `clip_loss` over all pairs of two or more towers: image, text and sound of the same things, say.
+    """Compute the mean of `clip_loss` over all pairs of two or more towers, such as image, text and sound of the same things.
 
-    Row i of every tower belongs together. `options` are those of clip_loss; direction="x_to_y" goes from the earlier
-    tower to the later.
+    Row i of every tower belongs together. `options` are those of clip_loss. With direction="x_to_y" the anchors of a pair
+    are the rows of its first tower.
 
     Backward: as in clip_loss.
 
@@ -173,18 +186,19 @@ def multi_tower_loss(towers: Sequence[Tensor], scale: Tensor | float, **options:
     return torch.stack(losses).mean()
 
 
-def _log_add(a: Tensor, b: Tensor) -> Tensor:
-    """logaddexp, with a second derivative also where one side is -inf."""
-    no_a, no_b = a == -torch.inf, b == -torch.inf
+def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    """torch.logaddexp, but with a second derivative where one side is -inf."""
+    no_a = a == -torch.inf
+    no_b = b == -torch.inf
     both = torch.logaddexp(a.masked_fill(no_a, 0), b.masked_fill(no_b, 0))
     return torch.where(no_a, b, torch.where(no_b, a, both))
 
 
-def _negatives_complaint(ids: Tensor | None, negatives: Tensor | None, negative_ids: Tensor | None) -> str:
+def _negatives_error(ids: Tensor | None, negatives: Tensor | None, negative_ids: Tensor | None) -> str:
     if negatives is None and negative_ids is not None:
         return "negative_ids are given without negatives"
     if negatives is not None and (ids is None) != (negative_ids is None):
-        return "ids and negative_ids go together: without one of them nobody knows which negatives to mask"
+        return "ids and negative_ids go together: give both, or neither"
     if isinstance(negatives, Tensor) and negative_ids is not None:
         fits = isinstance(negative_ids, Tensor) and negative_ids.shape == negatives.shape[:1] and is_integral(negative_ids)
         if not fits:

@@ -1,4 +1,4 @@
-"""Losses as modules that own what they learn: the scale, as a logarithm, and the bias."""
+"""The losses as modules that own what they learn: the scale, as a logarithm, and the bias."""
 
 from __future__ import annotations
 
@@ -6,28 +6,31 @@ import copy
 import math
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from unisono.contrastive.clip import clip_loss
 from unisono.contrastive.sigmoid import sigmoid_loss
-from unisono.contrastive.views import ntxent_loss, supcon_loss
+from unisono.contrastive.simclr import ntxent_loss
+from unisono.contrastive.supcon import supcon_loss
 
 
 class _Loss(nn.Module):
     """Holds the options that every call passes on to `function`."""
 
-    def __init__(self, function: Callable[..., Tensor], **options: Any) -> None:
+    function: ClassVar[Callable[..., Tensor]]
+
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        if unknown := sorted(options.keys() - signature(function).parameters.keys()):
-            raise ValueError(f"{type(self).__name__}: {', '.join(unknown)} is not an option of {function.__name__}")
+        if unknown := sorted(options.keys() - signature(self.function).parameters.keys()):
+            raise ValueError(f"{type(self).__name__}: {', '.join(unknown)} is not an option of {self.function.__name__}")
         self.options = options
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         group = self.options.get("group")
-        memo[id(group)] = group  # the same ranks; a process group cannot be copied
+        memo[id(group)] = group  # a process group cannot be copied
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
@@ -37,11 +40,22 @@ class _Loss(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in (own | self.options).items())
 
 
-class ClipLoss(_Loss):
-    """clip_loss with a learned scale of at most `max_scale`, as CLIP has it.
+class _LossWithScale(_Loss):
+    def __init__(self, init_scale: float, max_scale: float | None, **options: Any) -> None:
+        super().__init__(**options)
+        self.log_scale = _log_parameter(type(self).__name__, init_scale, max_scale)
+        self.max_scale = max_scale
+
+    @property
+    def scale(self) -> Tensor:
+        return _bounded_exp(self.log_scale, self.max_scale)
+
+
+class ClipLoss(_LossWithScale):
+    """clip_loss with a learned scale of at most `max_scale`, as in CLIP.
 
     The parameter `log_scale` has one element. Its gradient is the same on every rank, so the module is right inside DDP or
-    FSDP and also beside them: nobody has to average it. `options` are those of clip_loss.
+    FSDP and outside of them: nobody has to average the gradient. `options` are those of clip_loss.
 
     Example:
         >>> import torch
@@ -52,21 +66,17 @@ class ClipLoss(_Loss):
         14.29
     """
 
-    def __init__(self, *, init_scale: float = 1 / 0.07, max_scale: float | None = 100.0, **options: Any) -> None:
-        super().__init__(clip_loss, **options)
-        self.log_scale = _logarithm("ClipLoss", init_scale, max_scale)
-        self.max_scale = max_scale
+    function = staticmethod(clip_loss)
 
-    @property
-    def scale(self) -> Tensor:
-        return _bounded_exp(self.log_scale, self.max_scale)
+    def __init__(self, *, init_scale: float = 1 / 0.07, max_scale: float | None = 100.0, **options: Any) -> None:
+        super().__init__(init_scale, max_scale, **options)
 
     def forward(self, x: Tensor, y: Tensor, **arguments: Any) -> Tensor:
         return clip_loss(x, y, self.scale, **self.options, **arguments)
 
 
-class SigmoidLoss(_Loss):
-    """sigmoid_loss with a learned scale and bias, from 10 and -10 as SigLIP has them; no bound unless `max_scale` is given.
+class SigmoidLoss(_LossWithScale):
+    """sigmoid_loss with a learned scale and bias, initially 10 and -10 as in SigLIP. `max_scale=None` sets no bound.
 
     The gradients of `log_scale` and `bias` are the same on every rank, as in ClipLoss.
 
@@ -78,33 +88,30 @@ class SigmoidLoss(_Loss):
         tensor(0.6932, grad_fn=<ToCopyBackward0>)
     """
 
+    function = staticmethod(sigmoid_loss)
+
     def __init__(
         self, *, init_scale: float = 10.0, init_bias: float = -10.0, max_scale: float | None = None, **options: Any
     ) -> None:
-        super().__init__(sigmoid_loss, **options)
-        self.log_scale = _logarithm("SigmoidLoss", init_scale, max_scale)
+        super().__init__(init_scale, max_scale, **options)
         self.bias = nn.Parameter(torch.full((1,), init_bias))
-        self.max_scale = max_scale
-
-    @property
-    def scale(self) -> Tensor:
-        return _bounded_exp(self.log_scale, self.max_scale)
 
     def forward(self, x: Tensor, y: Tensor, **arguments: Any) -> Tensor:
         return sigmoid_loss(x, y, self.scale, self.bias, **self.options, **arguments)
 
 
-class _WithTemperature(_Loss):
+class _LossWithTemperature(_Loss):
     def __init__(
         self, *, temperature: float = 0.1, learned: bool = False, min_temperature: float = 0.01, **options: Any
     ) -> None:
-        super().__init__(ntxent_loss, **options)
+        super().__init__(**options)
+        name = type(self).__name__
         if not temperature > 0 or not min_temperature > 0:
-            raise ValueError(
-                f"{type(self).__name__}: temperature={temperature!r} and min_temperature={min_temperature!r} must be positive"
-            )
-        self.min_temperature, self.initial_temperature, self.learned = min_temperature, temperature, learned
-        self.log_scale = _logarithm(type(self).__name__, 1 / temperature, 1 / min_temperature) if learned else None
+            raise ValueError(f"{name}: temperature={temperature!r} and min_temperature={min_temperature!r} must be positive")
+        self.min_temperature = min_temperature
+        self.initial_temperature = temperature
+        self.learned = learned
+        self.log_scale = _log_parameter(name, 1 / temperature, 1 / min_temperature) if learned else None
 
     @property
     def temperature(self) -> Tensor | float:
@@ -113,8 +120,8 @@ class _WithTemperature(_Loss):
         return 1 / _bounded_exp(self.log_scale, 1 / self.min_temperature)
 
 
-class NTXentLoss(_WithTemperature):
-    """ntxent_loss with a fixed temperature, or with a learned one that stays at least `min_temperature`.
+class NTXentLoss(_LossWithTemperature):
+    """ntxent_loss with a fixed temperature or, if `learned`, with a learned one of at least `min_temperature`.
 
     Example:
         >>> import torch
@@ -123,12 +130,14 @@ class NTXentLoss(_WithTemperature):
         tensor(0.4327)
     """
 
+    function = staticmethod(ntxent_loss)
+
     def forward(self, z0: Tensor, z1: Tensor, **arguments: Any) -> Tensor:
         return ntxent_loss(z0, z1, self.temperature, **self.options, **arguments)
 
 
-class SupConLoss(_WithTemperature):
-    """supcon_loss with a fixed temperature, or with a learned one that stays at least `min_temperature`.
+class SupConLoss(_LossWithTemperature):
+    """supcon_loss with a fixed temperature or, if `learned`, with a learned one of at least `min_temperature`.
 
     Example:
         >>> import torch
@@ -137,20 +146,22 @@ class SupConLoss(_WithTemperature):
         tensor(0.2395)
     """
 
+    function = staticmethod(supcon_loss)
+
     def forward(self, z: Tensor, labels: Tensor, **arguments: Any) -> Tensor:
         return supcon_loss(z, labels, self.temperature, **self.options, **arguments)
 
 
-def _logarithm(module: str, scale: float, largest: float | None) -> nn.Parameter:
+def _log_parameter(module: str, scale: float, largest: float | None) -> nn.Parameter:
     if not scale > 0 or (largest is not None and scale > largest * (1 + 1e-9)):
         raise ValueError(f"{module}: the initial scale {scale!r} must be positive and at most {largest!r}")
-    return nn.Parameter(torch.full((1,), math.log(scale)))  # one element and not a scalar: FSDP shards no scalars
+    return nn.Parameter(torch.full((1,), math.log(scale)))  # one element instead of a scalar, because FSDP shards no scalars
 
 
 class _Bounded(torch.autograd.Function):
-    """The smaller of a logarithm and its bound. Beyond the bound a gradient comes through if it leads back, and only then.
+    """The minimum of a logarithm and its bound. Beyond the bound only a gradient that leads back passes.
 
-    CLIP clamps its parameter in place after each step, which a sharded parameter would not notice here.
+    CLIP clamps its parameter in place after each step, which would not work with a sharded parameter.
     """
 
     @staticmethod

@@ -1,15 +1,20 @@
-"""Optimizers that change only the rows that were looked up, during the backward: no gradient of a whole table ever exists."""
+"""Optimizers that change only the rows that were looked up, during the backward: no gradient of a whole table ever exists.
+
+To add an optimizer, copy a dataclass such as Adagrad and add it to Rule. The backward of a look-up hands its gradients to a
+GradientConsumer: FusedUpdate applies such a rule; ParameterGradients collects gradients for torch's optimizers instead.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from unisono.embedding.stacks import Stack, split_by_shard
+if TYPE_CHECKING:
+    from unisono.embedding.lookup.storage import GroupShard
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,8 @@ class SGD:
 class RowwiseAdagrad:
     """Adagrad with one number for each row: the sum over steps of the mean of the squares of the row's gradient.
 
-    weight -= lr * gradient / (sqrt(sum) + eps). A row cut into columns has one number too: its columns share their squares.
-    Weight decay as in SGD.
+    weight -= lr * gradient / (sqrt(sum) + eps). A row that is cut into columns has one number too, since the ranks that hold
+    its columns exchange their squares. Weight decay is that of SGD.
     """
 
     lr: float
@@ -45,7 +50,7 @@ class RowwiseAdagrad:
     initial_accumulator_value: float = 0.0
 
     def states(self, weight: Tensor) -> dict[str, Tensor]:
-        return {"sum": weight.new_full((weight.shape[0],), self.initial_accumulator_value, dtype=wide(weight))}
+        return {"sum": weight.new_full((weight.shape[0],), self.initial_accumulator_value, dtype=state_dtype(weight))}
 
     def step(self, weight: Tensor, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> None:
         sums = state["sum"].index_select(0, rows).add_(squares)
@@ -64,7 +69,7 @@ class Adagrad:
     initial_accumulator_value: float = 0.0
 
     def states(self, weight: Tensor) -> dict[str, Tensor]:
-        return {"sum": torch.full_like(weight, self.initial_accumulator_value, dtype=wide(weight))}
+        return {"sum": torch.full_like(weight, self.initial_accumulator_value, dtype=state_dtype(weight))}
 
     def step(self, weight: Tensor, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> None:
         sums = state["sum"].index_select(0, rows).addcmul_(grads, grads)
@@ -74,9 +79,9 @@ class Adagrad:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam, lazily: moments and weights change only for rows that were looked up, as in torch.optim.SparseAdam.
+    """Lazy Adam: moments and weights change only for rows that were looked up, as in torch.optim.SparseAdam.
 
-    The moments of other rows do not decay in the meantime; the bias correction counts all steps of the table.
+    The moments of other rows do not decay in the meantime. The bias correction counts all steps of the table.
     """
 
     lr: float
@@ -85,7 +90,7 @@ class Adam:
     weight_decay: float = 0.0
 
     def states(self, weight: Tensor) -> dict[str, Tensor]:
-        zeros = torch.zeros_like(weight, dtype=wide(weight))
+        zeros = torch.zeros_like(weight, dtype=state_dtype(weight))
         return {"mean": zeros, "square": zeros.clone()}
 
     def step(self, weight: Tensor, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> None:
@@ -103,10 +108,10 @@ Rule = SGD | RowwiseAdagrad | Adagrad | Adam
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """The handle of a fused rule: torch's schedulers set its learning rate.
+    """The handle of a fused optimizer: torch's schedulers set its learning rate.
 
-    The steps happen in the backward, one for each look-up that it passes. The state_dict of the collection holds the state,
-    that of this handle the learning rate.
+    The steps happen in the backward, one for each look-up that it passes. The state_dict of the collection holds the state;
+    the state_dict of this handle holds the learning rate.
     """
 
     def __init__(self, parameters: Iterable[Tensor], rule: Rule) -> None:
@@ -114,68 +119,131 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.rule = rule
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Nothing is left to do."""
+        """Do nothing: the backward has made the step."""
         return None if closure is None else closure()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "rule": self.rule}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is there to be cleared."""
+        """Do nothing: no gradients are kept."""
 
 
-class FusedSink:
-    """Applies gradients to the stacks as they come. `frozen`: tables that stay as they are."""
+class GradientConsumer(Protocol):
+    """Takes the gradients of rows during a backward."""
+
+    def begin(self) -> None: ...
+
+    def needs_square_sums(self) -> bool:
+        """Whether `take` wants the sum of squares of each whole row."""
+
+    def decay(self, shard: GroupShard, rows: Tensor, grads: Tensor) -> Tensor:
+        """Return the gradients with what weight decay adds to them."""
+
+    def take(self, shard: GroupShard, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
+        """Take the gradients of different rows of the shard, in ascending order; perhaps a part of them at a time."""
+
+    def results(self) -> Sequence[Tensor | None]:
+        """The gradients of the parameters that were given to LookupFunction."""
+
+
+class FusedUpdate:
+    """Applies gradients to the shards as they come. `frozen`: the tables that must not change."""
 
     def __init__(self, optimizer: FusedOptimizer, steps: Tensor, frozen: Collection[int]) -> None:
-        self.optimizer, self.steps, self.frozen = optimizer, steps, frozen
+        self.optimizer = optimizer
+        self.steps = steps
+        self.frozen = frozen
 
     def begin(self) -> None:
         self.steps += 1
-        self.optimizer.step()  # does nothing, but schedulers ask whether it was called
+        self.optimizer.step()  # does nothing, but schedulers check that it was called
 
     def needs_square_sums(self) -> bool:
         return isinstance(self.optimizer.rule, RowwiseAdagrad)
 
-    def decay(self, stack: Stack, rows: Tensor, grads: Tensor) -> Tensor:
+    def decay(self, shard: GroupShard, rows: Tensor, grads: Tensor) -> Tensor:
         factor = float(self.optimizer.param_groups[0]["weight_decay"])
-        return grads.add(stack.weight.index_select(0, rows), alpha=factor) if factor else grads
+        return grads.add(shard.weight.index_select(0, rows), alpha=factor) if factor else grads
 
     @torch.no_grad()
-    def take(self, stack: Stack, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
-        settings, rule = self.optimizer.param_groups[0], self.optimizer.rule
+    def take(self, shard: GroupShard, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
         if self.frozen:
-            parts = split_by_shard(stack, rows, rows)
-            keep = torch.cat(
-                [torch.full_like(own, shard.table not in self.frozen, dtype=torch.bool) for shard, own, _ in parts]
-            )
-            rows, grads, square_sums = rows[keep], grads[keep], None if square_sums is None else square_sums[keep]
-        rows = rows.to(torch.int64)
-        grads = grads.to(wide(stack.weight))
+            parts = shard.split(rows, rows)
+            keep = torch.cat([torch.full_like(own, x.table not in self.frozen, dtype=torch.bool) for x, own, _ in parts])
+            rows, grads = rows[keep], grads[keep]
+            square_sums = None if square_sums is None else square_sums[keep]
+        grads = grads.to(state_dtype(shard.weight))
         squares = grads
         if self.needs_square_sums():
             squares = torch.linalg.vector_norm(grads, dim=1).square_() if square_sums is None else square_sums.to(grads.dtype)
-            squares = squares / sum(stack.family.kin.widths)
-        rule.step(stack.weight, rows, grads, stack.state, float(settings["lr"]), squares)
+            squares = squares / sum(shard.group.key.widths)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.rule.step(shard.weight, rows.to(torch.int64), grads, shard.state, lr, squares)
 
     def results(self) -> Sequence[Tensor | None]:
         return (None,)
 
 
+class ParameterGradients:
+    """Collects the gradient of each table's parameter, dense or sparse.
+
+    `shape_as`: gives a dense local gradient the form of the table's parameter (mostly a DTensor).
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], shape_as: Callable[[int, Tensor], Tensor], sparse: bool) -> None:
+        self.wanted = [parameter.requires_grad for parameter in parameters]  # a frozen table costs nothing
+        self.shape_as = shape_as
+        self.sparse = sparse
+        self.parts: dict[int, list[tuple[Tensor, Tensor, torch.Size]]] = {}
+
+    def begin(self) -> None:
+        self.parts = {}
+
+    def needs_square_sums(self) -> bool:
+        return False
+
+    def decay(self, shard: GroupShard, rows: Tensor, grads: Tensor) -> Tensor:
+        return grads
+
+    def take(self, shard: GroupShard, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
+        for part, own_rows, sums in shard.split(rows, grads):
+            if self.wanted[part.table]:
+                shape = torch.Size((part.box.shape[0], shard.weight.shape[1]))
+                self.parts.setdefault(part.table, []).append((own_rows.to(torch.int64), sums, shape))
+
+    def results(self) -> Sequence[Tensor | None]:
+        parts, self.parts = self.parts, {}
+        return [self._gradient(table, parts.get(table)) for table in range(len(self.wanted))]
+
+    def _gradient(self, table: int, parts: list[tuple[Tensor, Tensor, torch.Size]] | None) -> Tensor | None:
+        if parts is None:
+            return None
+        shape = parts[0][2]
+        if self.sparse:
+            rows = torch.cat([part[0] for part in parts])
+            sums = torch.cat([part[1] for part in parts])
+            return torch.sparse_coo_tensor(rows[None], sums, shape, is_coalesced=True, check_invariants=False)
+        dense = parts[0][1].new_zeros(shape)
+        for rows, sums, _ in parts:
+            dense.index_copy_(0, rows, sums)
+        return self.shape_as(table, dense)
+
+
 def make_states(rule: Rule | None, weight: Tensor, steps: Tensor) -> dict[str, Tensor]:
-    """`steps`: the count that all tables share, for rules that need it."""
+    """The first state of an optimizer. `steps`: the count that all tables share, for rules that need it."""
     if rule is None:
         return {}
     return rule.states(weight) | ({"step": steps} if isinstance(rule, Adam) else {})
 
 
-def wide(weight: Tensor) -> torch.dtype:
-    """16-bit weights have their sums and moments in float32."""
+def state_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype of sums and moments: float32 if the weight has 16 bits."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
 def _add_rows(weight: Tensor, rows: Tensor, changes: Tensor, factor: float) -> None:
-    """weight[rows] += factor * changes, for different rows. Of torch's ways to write rows, this is the fastest on CPUs."""
+    """Do weight[rows] += factor * changes for different rows. Of torch's ways to write rows this is the fastest on CPUs."""
     if rows.numel() == 0 or weight.shape[1] == 0:
         return
     if factor != 1:

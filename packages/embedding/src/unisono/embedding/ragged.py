@@ -1,4 +1,4 @@
-"""Bags of ids: the input of a collection, one for each feature."""
+"""Bags of ids: the input of a collection, one Ragged for each feature."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 class Ragged(NamedTuple):
     """Bags of different lengths: bag b is values[offsets[b] : offsets[b + 1]]. A batch of n bags has n + 1 offsets.
 
-    `values` are ids, or, in the answer of a table without mode, rows. `weights`: one for each id, for mode "sum".
+    `values` are ids, or rows in the output of a table without mode. `weights` has one number for each id, for mode "sum".
 
     Example:
         >>> Ragged.from_lists([[7, 8], [], [9]])
@@ -39,13 +39,13 @@ class Ragged(NamedTuple):
 
     @classmethod
     def from_dense(cls, ids: Tensor, weights: Tensor | None = None) -> Ragged:
-        """Bags of equal length: (bags, ids of each), or (bags,) with one id each."""
+        """Make bags of equal length from (bags, ids of each), or from (bags,) with one id each."""
         offsets = torch.arange(ids.shape[0] + 1, device=ids.device) * (ids.shape[1] if ids.ndim > 1 else 1)
         return cls(ids.reshape(-1), offsets, None if weights is None else weights.reshape(-1))
 
     @classmethod
     def from_nested(cls, ids: Tensor, weights: Tensor | None = None) -> Ragged:
-        """From a jagged torch.nested tensor of ids, and one of weights of the same lengths.
+        """Make bags from a jagged torch.nested tensor of ids, and one of weights with the same lengths.
 
         Example:
             >>> nested = torch.nested.nested_tensor([torch.tensor([7, 8]), torch.tensor([9])], layout=torch.jagged)
@@ -61,13 +61,25 @@ class Ragged(NamedTuple):
 
     @classmethod
     def from_keyed_jagged(cls, features: Any) -> dict[str, Ragged]:
-        """A dict of features from TorchRec's KeyedJaggedTensor."""
+        """Make a dict of features from TorchRec's KeyedJaggedTensor."""
         found = features.to_dict()
         return {name: cls(x.values(), x.offsets().to(torch.int64), x.weights_or_none()) for name, x in found.items()}
 
 
-def complain(feature: str, ragged: Ragged) -> str:
-    """What is wrong with one feature's bags, or nothing. Reads no numbers: on a GPU the host would wait for them."""
+def as_ragged(bags: Ragged | Tensor) -> Ragged:
+    """Read a feature in any of the forms that a collection takes. Raises TypeError for other forms."""
+    if isinstance(bags, Ragged):
+        return bags
+    if isinstance(bags, Tensor) and bags.layout == torch.jagged:
+        return Ragged.from_nested(bags)
+    if isinstance(bags, Tensor) and bags.layout == torch.strided and not bags.is_nested and bags.ndim in (1, 2):
+        return Ragged.from_dense(bags)
+    got = f"{bags.layout} of shape {tuple(bags.shape)}" if isinstance(bags, Tensor) else type(bags).__name__
+    raise TypeError(f"a feature must be a Ragged, a jagged tensor, or a tensor of one or two dimensions, got {got}")
+
+
+def ragged_error(feature: str, ragged: Ragged) -> str:
+    """Say what is wrong with one feature's bags; "" if nothing is. Reads no numbers: on a GPU the host would wait for them."""
     values, offsets, weights = ragged
     for name, x in (("values", values), ("offsets", offsets)):
         if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):

@@ -1,0 +1,12 @@
+"""python -m unisono_models.gan {train,evaluate,sample} ..."""
+
+from unisono_models.training.commands import run_command
+
+run_command(
+    "unisono_models.gan",
+    {
+        "train": ("unisono_models.gan.train", "Train a model. Start it by torchrun to use several ranks."),
+        "evaluate": ("unisono_models.gan.commands.evaluate", "Measure the generator of a finished run."),
+        "sample": ("unisono_models.gan.commands.sample", "Draw images with the generator of a finished run."),
+    },
+)

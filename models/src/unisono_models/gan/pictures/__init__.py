@@ -1,1 +1,0 @@
-"""Pictures from a generator: made, laid out, and shown as they change."""

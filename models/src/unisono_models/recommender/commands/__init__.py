@@ -1,0 +1,1 @@
+"""The commands besides train: one module each."""

@@ -1,1 +1,0 @@
-"""Models of a click: from the vectors of a row's features to a logit."""

@@ -1,0 +1,1 @@
+"""The networks: embedding tables, click models and two towers."""

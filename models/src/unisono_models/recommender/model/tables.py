@@ -1,0 +1,104 @@
+"""The embedding tables of a model, as the config says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.embedding import SGD, Adagrad, Adam, EmbeddingCollection, IdMap, Ragged, RowwiseAdagrad, Table
+from unisono.embedding.optimizers import Rule
+from unisono_models.recommender.config import DataConfig, TablesConfig
+from unisono_models.recommender.data.batch import Ids
+from unisono_models.recommender.data.features import Feature
+
+WIRE = {"full": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class EmbeddingTables(nn.Module):
+    """One table for each feature of ids, in one collection: all features of a batch travel together.
+
+    forward: a dict from feature to (rows, width). With `data.ids` mapped, ids get rows as they turn up: see IdMap.
+
+    sample: the ids of a batch, by which the planner counts.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[Feature],
+        *,
+        width: int,
+        init: float,
+        config: TablesConfig,
+        data: DataConfig,
+        mapped: bool = False,
+        sample: Mapping[str, Ids] | None = None,
+        batch: int = 1024,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        if not features:
+            raise ValueError("data.features: at least one has to be of ids: a recommender looks up embeddings")
+        if lacking := [feature.name for feature in features if not feature.rows]:
+            raise ValueError(f"data.features: {', '.join(lacking)}: streamed data needs a number of rows: NAME:id:ROWS")
+
+        def draw(rows: Tensor, random: torch.Generator) -> None:
+            rows.normal_(0, init, generator=random)
+
+        self.features = tuple(features)
+        self.maps = nn.ModuleDict({f"map_{f.name}": _make_map(f.rows, data, device) for f in features if mapped})
+        self.collection = EmbeddingCollection(
+            [
+                Table(f"table_{f.name}", f.rows, width, [f.name], mode="mean" if f.kind == "ids" else "sum", initialize=draw)
+                for f in features
+            ],
+            plan=config.plan,
+            optimizer=_make_rule(config),
+            batch_size=batch,
+            sample=None if mapped else sample,
+            memory_per_rank=None if config.memory_gb is None else int(config.memory_gb * 2**30),
+            wire_dtype=WIRE[config.wire],
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, ids: Mapping[str, Ids], *, frozen: bool = False) -> dict[str, Tensor]:
+        """`ids`: of all features, or of some. frozen: nothing changes: the tables get no backward, and no new id."""
+        if self.maps:
+            ids = {name: self._map(name, x, frozen) for name, x in ids.items()}
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+            found: dict[str, Any] = self.collection({**self._nothing(ids), **ids})
+        return {name: found[name] for name in ids}
+
+    def prefetch(self, ids: Mapping[str, Ids]) -> None:
+        """Begin with the batch that comes next. Of mapped ids, nothing is known before its turn."""
+        if not self.maps:
+            self.collection.prefetch(ids)
+
+    def _nothing(self, ids: Mapping[str, Ids]) -> dict[str, Ids]:
+        """For the features that nobody asks for: the collection wants to hear of all of them."""
+        device = self.collection.weight(f"table_{self.features[0].name}").device
+        return {f.name: torch.empty(0, dtype=torch.int64, device=device) for f in self.features if f.name not in ids}
+
+    def _map(self, name: str, ids: Ids, frozen: bool) -> Ids:
+        id_map = self.maps[f"map_{name}"]
+        assert isinstance(id_map, IdMap)
+        id_map.train(self.training and not frozen)
+        rows: Tensor = id_map(ids.values if isinstance(ids, Ragged) else ids)
+        if id_map.reassigned.numel():
+            self.collection.reset_rows(f"table_{name}", id_map.reassigned)
+        return ids._replace(values=rows) if isinstance(ids, Ragged) else rows
+
+
+def _make_map(rows: int, data: DataConfig, device: torch.device | None) -> IdMap:
+    eviction = None if data.eviction == "none" else data.eviction
+    shards = max(1, min(64, rows // 4096))  # one may be full while others have room: a small map has one
+    return IdMap(rows, threshold=data.seen, eviction=eviction, shards=shards, device=device)
+
+
+def _make_rule(config: TablesConfig) -> Rule:
+    rules: dict[str, type[Rule]] = {"adam": Adam, "adagrad": Adagrad, "rowwise_adagrad": RowwiseAdagrad, "sgd": SGD}
+    return rules[config.optimizer](lr=config.lr, weight_decay=config.weight_decay)

@@ -1,0 +1,216 @@
+"""The loop that all models share. It is no Trainer: what happens in a step is the model's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from unisono_models.training.checkpoint.manager import Checkpoints
+from unisono_models.training.checkpoint.state_dict import Extra, Optimizers
+from unisono_models.training.config import CheckpointConfig, RunConfig
+from unisono_models.training.distributed.launch import Ranks, start_ranks
+from unisono_models.training.distributed.object_collectives import Json
+from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.run.log import RunLog
+from unisono_models.training.run.preemption import StopSignal
+from unisono_models.training.run.run_directory import RunDirectory, open_run
+from unisono_models.training.schedule import is_due
+
+
+class TrainingConfig(Protocol):
+    """The sections that the config of every model has."""
+
+    @property
+    def run(self) -> RunConfig: ...
+
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...
+
+
+@dataclass(frozen=True)
+class Session:
+    """One start of a run: this process among its ranks, the directory of the run, and what watches over it."""
+
+    config: TrainingConfig
+    ranks: Ranks
+    directory: RunDirectory
+    watchdog: Watchdog
+    stop_signal: StopSignal
+
+
+@contextmanager
+def start_session(config: TrainingConfig, *, model: str, recipe: str) -> Iterator[Session]:
+    """Join the other ranks, watch for signals and for ranks that hang, and open the directory of the run.
+
+    Example:
+        recipe, config = RECIPES.choose(args)
+        with start_session(config, model="clip", recipe=recipe) as session:
+            train(config, session)
+    """
+    timeout = config.run.timeout
+    with (
+        start_ranks(timeout=timeout) as ranks,
+        StopSignal() as stop_signal,
+        Watchdog(ranks, timeout=timeout) as watchdog,
+    ):
+        directory = open_run(config, model=model, recipe=recipe, ranks=ranks)
+        yield Session(config, ranks, directory, watchdog, stop_signal)
+
+
+class TrainingLoop:
+    """Iterates over the steps that are left, and decides when to log, evaluate, save and stop. A context manager.
+
+    Entering it loads the newest checkpoint into the model, the optimizers and `extra`. In each step the body calls `log` once,
+    then `record` if `evaluation_due`, then `save` if `checkpoint_due`. Every rank does the same.
+
+    A signal, or config.run.stop_after, ends the iteration after a step that was saved. Then `finished` is False, and the same
+    command continues the run.
+
+    Example:
+        with TrainingLoop(session, model, optimizer) as loop:
+            for step in loop:
+                losses = train_step(batches.at(step))
+                loop.log(losses, samples=batches.size(step))
+                if loop.evaluation_due:
+                    loop.record(evaluate(model))
+                if loop.checkpoint_due:
+                    loop.save({})
+            if not loop.finished:
+                return
+            metrics = loop.final_metrics(lambda: evaluate(model))
+        write_report(...)
+    """
+
+    def __init__(self, session: Session, model: nn.Module, optimizers: Optimizers, *, extra: Extra | None = None) -> None:
+        """`optimizers`: one, or several by name. `extra`: further tensors and modules to save, such as averaged weights."""
+        run = session.config.run
+        self.steps = run.steps
+        self.last_step = run.steps if run.stop_after is None else min(run.steps, run.stop_after)
+        """The step before which the iteration ends at the latest."""
+        self.first_step = 0
+        """The step at which this start begins: not 0 if the run is continued."""
+        self.state: dict[str, Json] = {}
+        """What the last start gave to `save`; empty in a new run."""
+        self.metrics: Mapping[str, float] | None = None
+        """The metrics that were recorded after the newest step, if any."""
+        self.done = 0
+        """How many steps the run has taken."""
+        self.stopping = False
+        """Whether the iteration ends after this step although the run is not finished: the same on all ranks."""
+        self._session, self._model, self._optimizers, self._extra = session, model, optimizers, extra
+        self._logged = self._saved = True
+
+    @property
+    def just_resumed(self) -> bool:
+        """Whether this is the first step of a start that continues a run.
+
+        DDP decides in its first backward how it packs gradients into buckets, and so how their sums are rounded. A model on
+        DDP repeats that before this step: a forward and a backward whose gradients it throws away.
+        """
+        return self.done == self.first_step > 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has taken all its steps."""
+        return self.done == self.steps
+
+    @property
+    def log_due(self) -> bool:
+        return is_due(self.done, self._session.config.run.log_every)
+
+    @property
+    def evaluation_due(self) -> bool:
+        return self.finished or is_due(self.done, self._session.config.run.evaluate_every)
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """True after metrics were recorded, too: so the best checkpoint is one that was evaluated."""
+        every = self._session.config.checkpoint.every
+        return self.stopping or self.finished or bool(self.metrics) or is_due(self.done, every)
+
+    @property
+    def first_metric(self) -> float | None:
+        """The first of the recorded metrics: the score that checkpoints are compared by."""
+        return next(iter(self.metrics.values())) if self.metrics else None
+
+    def __enter__(self) -> TrainingLoop:
+        config, directory = self._session.config, self._session.directory
+        with ExitStack() as stack:
+            self._checkpoints = stack.enter_context(
+                Checkpoints(directory.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout)
+            )
+            loaded = self._checkpoints.load(self._model, self._optimizers, extra=self._extra)
+            if loaded is not None:
+                self.first_step, self.state = loaded
+            self.done = self.first_step
+            self._log = stack.enter_context(
+                RunLog(
+                    directory,
+                    self._session.ranks,
+                    steps=self.steps,
+                    first_step=self.first_step,
+                    log_every=config.run.log_every,
+                )
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def __iter__(self) -> Iterator[int]:
+        if self.first_step:
+            self.say(f"continuing at step {self.first_step:,}")
+        for step in range(self.first_step, self.last_step):
+            self._logged = self._saved = False
+            yield step
+            if not self._logged:
+                raise RuntimeError(f"TrainingLoop: step {step} was not logged: call log once in each step")
+            if self.checkpoint_due and not self._saved:
+                raise RuntimeError(f"TrainingLoop: step {step} was not saved: call save if checkpoint_due")
+            if self.stopping:
+                break
+        saved = self._checkpoints.wait()
+        if not self.finished:
+            if not saved:
+                raise SystemExit(f"stopped after step {self.done:,} of {self.steps:,}, which could not be saved")
+            self.say(f"stopped after step {self.done:,} of {self.steps:,}; the same command continues the run")
+
+    def log(self, values: Mapping[str, Tensor | float], *, samples: int) -> None:
+        """End the step: log the `values` of the global batch, whose size is `samples`, and ask whether to stop."""
+        step = self.done
+        self.done = step + 1
+        self.metrics = None
+        self._logged = True
+        self._session.watchdog.beat(self.done)
+        self._log.step(step, values, samples=samples)
+        stop_here = self.done == self.last_step < self.steps
+        self.stopping = self._session.stop_signal.received_by_any_rank() or stop_here
+
+    def record(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Log the `metrics` of an evaluation after the newest step, and return them."""
+        self.metrics = metrics
+        self._log.evaluation(self.done - 1, metrics)
+        return metrics
+
+    def final_metrics(self, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
+        """The metrics after the last step. Evaluates now if an earlier start took that step."""
+        return self.record(evaluate()) if self.metrics is None else self.metrics
+
+    def save(self, state: dict[str, Json], *, score: float | None = None) -> None:
+        """Save a checkpoint in the background. `state`: what else the next start needs, as JSON, the same on every rank.
+
+        The checkpoint with the highest `score` is kept, however old. A save that fails is reported and does not end training.
+        """
+        self._log.flush()  # the next start begins after the checkpoint: all lines before it have to be on the disk
+        self._checkpoints.save(self.done, self._model, self._optimizers, state, score=score, extra=self._extra)
+        self._saved = True
+
+    def say(self, text: str) -> None:
+        """Print a line, on rank 0."""
+        self._log.say(text)

@@ -1,0 +1,135 @@
+"""The order of a look-up: input_dist, lookup, output_dist; and the first of them ahead of time, in a thread (prefetch)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from unisono.collectives import Group
+from unisono.collectives.autograd import disable_compile
+from unisono.collectives.checks import MismatchError, validate_across_ranks
+from unisono.collectives.groups import GroupRanks, process_group, resolve_group
+from unisono.embedding.lookup.input_dist import IncomingRequest, input_dist
+from unisono.embedding.lookup.lookup import lookup
+from unisono.embedding.lookup.output_dist import Pooling, output_dist, plan_pooling
+from unisono.embedding.lookup.storage import Options, ShardStorage
+from unisono.embedding.optimizers import Rule
+from unisono.embedding.ragged import Ragged
+from unisono.embedding.sharding.layouts import Layout
+from unisono.embedding.table import Table
+
+
+class DistributedInput(NamedTuple):
+    """A look-up after input_dist: the row numbers have travelled, the rows have not. One entry for each table group."""
+
+    incoming: list[IncomingRequest]
+    poolings: list[Pooling]
+
+
+class LookupEngine:
+    """Looks up features in the tables of a ShardStorage. All modules of this package have one."""
+
+    def __init__(
+        self, tables: Sequence[Table], layouts: Sequence[Layout], options: Options, rule: Rule | None, group: Group
+    ) -> None:
+        self.storage = ShardStorage(tables, layouts, options, rule, group)
+
+    def look_up(self, inputs: Mapping[str, Ragged], error: str = "") -> dict[str, Tensor]:
+        """For each feature its pooled rows, or, without mode, a row for each id."""
+        return self.finish(self.start(inputs, self.storage.ranks, error))
+
+    @disable_compile
+    def start(self, inputs: Mapping[str, Ragged], ranks: GroupRanks, error: str = "") -> DistributedInput:
+        """Do all that does not need the last values of the tables. `ranks`: those of the storage, perhaps by another group."""
+        outgoing, incoming = input_dist(self.storage, inputs, ranks, error)
+        modes = [table.mode for table in self.storage.tables]
+        return DistributedInput(incoming, [plan_pooling(request, modes) for request in outgoing])
+
+    @disable_compile
+    def finish(self, inputs: DistributedInput) -> dict[str, Tensor]:
+        rows = lookup(self.storage, inputs.incoming)
+        return output_dist(self.storage, rows, inputs.incoming, inputs.poolings)
+
+
+class Prefetcher:
+    """Runs input_dist of the next batch in a thread, over a process group of its own. It holds at most one batch."""
+
+    def __init__(self, engine: LookupEngine) -> None:
+        self.engine = engine
+        self.ranks = engine.storage.ranks
+        if self.ranks.size > 1:  # no other message may come between those of a look-up
+            members = dist.get_process_group_ranks(process_group(self.ranks))
+            made = dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size())
+            assert isinstance(made, ProcessGroup)
+            self.ranks = resolve_group(made)
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="unisono-prefetch")
+        weakref.finalize(self, self.pool.shutdown, wait=False)
+        self.started: tuple[Mapping[str, Any], Future[DistributedInput]] | None = None
+
+    def start(self, features: Mapping[str, Any], inputs: Mapping[str, Ragged], error: str) -> None:
+        self.drop()
+        device = self.engine.storage.options.device
+        stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        enabled = torch.is_grad_enabled()
+
+        def run() -> DistributedInput:
+            if stream is not None:  # a new thread has neither the device nor the stream of its caller
+                torch.accelerator.set_device_index(device)
+                torch.accelerator.set_stream(stream)
+            with torch.set_grad_enabled(enabled):
+                return self.engine.start(inputs, self.ranks, error)
+
+        self.started = features, self.pool.submit(run)
+
+    def take(self, features: Mapping[str, Any]) -> DistributedInput | None:
+        """Return what was started for these features, if all ranks have it; otherwise drop it on all of them."""
+        if self.started is None:
+            return None
+        started_features, future = self.started
+        storage = self.engine.storage
+        try:
+            table = validate_across_ranks(
+                f"{storage.options.function}.prefetch",
+                storage.ranks,
+                same="forward after prefetch",
+                numbers=(int(_same_tensors(started_features, features)),),
+                words=lambda: "forward after prefetch",
+                device=storage.options.device,
+                rule="All ranks must prefetch, or none.",
+            )
+        except MismatchError:
+            self.started = None  # started on some ranks only: it will never end
+            raise
+        if not all(row[0] for row in table):
+            self.drop()
+            return None
+        self.started = None
+        return future.result()
+
+    def drop(self) -> None:
+        """Wait for what was started, and forget it and its error: all ranks have sent messages for it."""
+        if self.started is not None:
+            self.started[1].exception()
+        self.started = None
+
+
+def _same_tensors(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether both hold the very same tensors: DDP hands on a copy of the dict, but not of the tensors."""
+    if a is b:
+        return True
+    if not isinstance(b, Mapping) or a.keys() != b.keys():
+        return False
+    return all(_same_feature(a[name], b[name]) for name in a)
+
+
+def _same_feature(x: object, y: object) -> bool:
+    if isinstance(x, Ragged) and isinstance(y, Ragged):
+        return all(u is v for u, v in zip(x, y, strict=True))
+    return x is y

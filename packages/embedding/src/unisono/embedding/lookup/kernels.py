@@ -1,0 +1,72 @@
+"""The operations that touch rows: equal numbers are grouped by one sort; rows are summed by bag, or by group in the backward.
+
+All of the package's heavy memory traffic goes through these functions, so a compiled kernel would replace them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_BLOCK = 8192  # rows whose sums stay in the cache until they are used
+
+
+class Groups(NamedTuple):
+    """Positions of equal numbers: those of unique[k] are order[starts[k] : starts[k] + counts[k]]."""
+
+    unique: Tensor
+    order: Tensor
+    starts: Tensor
+    counts: Tensor
+
+    def inverse(self) -> Tensor:
+        """For each position, the index of its number in `unique`."""
+        numbers = torch.arange(self.unique.numel(), device=self.unique.device)
+        return torch.empty_like(self.order).scatter_(0, self.order, numbers.repeat_interleave(self.counts))
+
+
+def group_equal(numbers: Tensor) -> Groups:
+    """Group the positions of equal numbers. One sort serves the deduplication and the backward."""
+    ordered, order = numbers.sort(stable=True)
+    unique, counts = torch.unique_consecutive(ordered, return_counts=True)
+    return Groups(unique, order, counts.cumsum(0) - counts, counts)
+
+
+def sum_bags(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Sum rows[index[starts[b] : starts[b + 1]]] for each b, times `weights`, which has one number for each of `index`."""
+    if starts.numel() == 0 or index.numel() == 0 or rows.shape[1] == 0:
+        return rows.new_zeros((starts.numel(), rows.shape[1]))
+    weights = None if weights is None else weights.to(rows.dtype)
+    out: Tensor = torch.embedding_bag(rows, index, starts.to(index.dtype), False, 0, False, weights)[0]
+    return out
+
+
+def sum_groups(rows: Tensor, bags: Tensor | None, groups: Groups, weights: Tensor | None = None) -> Tensor:
+    """For each unique number, sum rows[bags[p]] * weights[p] over its positions p: the transpose of sum_bags.
+
+    `bags` None: position p has row p.
+    """
+    index = groups.order if bags is None else bags.index_select(0, groups.order)
+    return sum_bags(rows, index, groups.starts, None if weights is None else weights.index_select(0, groups.order))
+
+
+def sum_groups_in_blocks(
+    rows: Tensor, bags: Tensor | None, groups: Groups, weights: Tensor | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield what sum_groups returns, some unique numbers at a time: on a CPU a block is used before it has left the cache.
+
+    There is one block even if there are no numbers: an empty gradient is a gradient, too.
+    """
+    total = groups.unique.numel()
+    size = _BLOCK if rows.device.type == "cpu" else max(total, 1)
+    index = groups.order if bags is None else bags.index_select(0, groups.order)
+    ordered = None if weights is None else weights.index_select(0, groups.order)
+    ends = [*groups.starts[::size].tolist(), index.numel()] if total > size else [0, index.numel()]
+    for block, start in enumerate(range(0, max(total, 1), size)):
+        part = slice(start, min(start + size, total))
+        positions = slice(ends[block], ends[block + 1])
+        own_weights = None if ordered is None else ordered[positions]
+        yield part, sum_bags(rows, index[positions], groups.starts[part] - ends[block], own_weights)

@@ -1,0 +1,211 @@
+"""Step 2 of a look-up: the owner reads the requested rows, or sums bags of them, for all ranks.
+
+One autograd Function serves all table groups. In its backward the owner sums the gradient of each row over all ranks and hands
+it to a GradientConsumer: a fused optimizer updates the row at once, so that no gradient of a whole table exists; without one
+it becomes the gradient of the table's parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from unisono.collectives import all_gather, all_to_all_single
+from unisono.collectives.groups import GroupRanks, as_group
+from unisono.embedding.lookup.input_dist import IncomingRequest
+from unisono.embedding.lookup.kernels import Groups, group_equal, sum_bags, sum_groups, sum_groups_in_blocks
+from unisono.embedding.lookup.storage import GroupShard, ShardStorage
+from unisono.embedding.optimizers import FusedUpdate, GradientConsumer, ParameterGradients
+from unisono.embedding.sharding.table_groups import TableGroup
+
+
+@dataclass
+class GroupLookup:
+    """All that is requested from this rank in one table group."""
+
+    group: TableGroup
+    shard: GroupShard | None
+    request: IncomingRequest
+
+
+def lookup(storage: ShardStorage, incoming: Sequence[IncomingRequest]) -> Tensor:
+    """Read what all ranks request from this one, flat: rank after rank, table group after table group."""
+    storage.follow_parameters()
+    lookups = [GroupLookup(*each) for each in zip(storage.groups, storage.shards, incoming, strict=True)]
+    for each in lookups:
+        if each.group.key.max_norm is not None:
+            with torch.no_grad():
+                _renormalise(each, storage.ranks, storage.options.dtype)
+    parameters: list[Tensor] = [module.weight for module in storage.modules]
+    consumer: GradientConsumer
+    if storage.optimizer is None:
+        consumer = ParameterGradients(parameters, lambda k, x: storage.modules[k].shape_as(x), storage.options.sparse)
+    else:
+        frozen = {k for k, parameter in enumerate(parameters) if not parameter.requires_grad}
+        consumer = FusedUpdate(storage.optimizer, storage.steps, frozen)
+        parameters = [torch.zeros((), requires_grad=len(frozen) < len(parameters))]  # only ties the output into the graph
+    factor = 1 / storage.ranks.size if storage.options.grad_reduce == "mean" else 1.0
+    like = torch.empty(0, dtype=storage.options.dtype, device=storage.options.device)
+    flat: Tensor = LookupFunction.apply(lookups, storage.ranks, factor, consumer, like, *parameters)
+    return flat
+
+
+class LookupFunction(torch.autograd.Function):
+    """forward(lookups, ranks, factor, consumer, like, *parameters): the responses to all ranks, flat, rank after rank, table
+    group after table group. `parameters` only tie the output into the graph; `like` gives dtype and device.
+
+    Backward: the gradient of each row that was requested, summed over all ranks and times `factor`, goes to the consumer.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        lookups: list[GroupLookup],
+        ranks: GroupRanks,
+        factor: float,
+        consumer: GradientConsumer,
+        like: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.lookups, ctx.ranks, ctx.factor, ctx.consumer = lookups, ranks, factor, consumer
+        ctx.save_for_backward(*(each.request.rows for each in lookups))
+        held = [each for each in lookups if each.shard is not None]
+        found = [_read_rows(each) for each in held]
+        if len(found) == 1:
+            return found[0].reshape(-1)
+        if not found:
+            return like.new_empty(0)
+        blocks = [rows.split_with_sizes(each.request.response_counts) for rows, each in zip(found, held, strict=True)]
+        return torch.cat([block[rank].reshape(-1) for rank in range(ranks.size) for block in blocks])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises in a second backward, as torch's own functions do
+        held = [each for each in ctx.lookups if each.shard is not None]
+        widths = [each.shard.weight.shape[1] for each in held]
+        counts = [each.request.response_counts for each in held]
+        if len(held) == 1:
+            grads = [grad.reshape(sum(counts[0]), widths[0])]
+        else:
+            sizes = [n[rank] * width for rank in range(ctx.ranks.size) for n, width in zip(counts, widths, strict=True)]
+            blocks = grad.split_with_sizes(sizes)
+            grads = [torch.cat(blocks[k :: len(held)]).view(sum(counts[k]), widths[k]) for k in range(len(held))]
+        ctx.consumer.begin()
+        remaining = iter(grads)
+        for each in ctx.lookups:  # in the same order on all ranks, since some of it communicates
+            own = grad.new_empty((0, 0)) if each.shard is None else next(remaining)
+            _consume_gradients(each, own, ctx.factor, ctx.consumer, ctx.ranks)
+        return None, None, None, None, None, *ctx.consumer.results()
+
+
+def _read_rows(each: GroupLookup) -> Tensor:
+    assert each.shard is not None
+    weight, request = each.shard.weight, each.request
+    if request.lengths is None:
+        return weight.index_select(0, request.rows)
+    return sum_bags(weight, request.rows, request.lengths.cumsum(0) - request.lengths, request.weights)
+
+
+def _consume_gradients(each: GroupLookup, grads: Tensor, factor: float, consumer: GradientConsumer, ranks: GroupRanks) -> None:
+    """`grads`: of the responses. If this rank has no shard they are empty, but have the right dtype and device."""
+    group, shard, request = each.group, each.shard, each.request
+    rows, bags, weights, frequencies = request.rows, request.bags(), request.weights, request.frequencies
+    if group.is_replicated and ranks.size > 1:  # first the sums of this rank, then those of all
+        groups = group_equal(rows)
+        sums = sum_groups(grads, bags, groups, weights)
+        if frequencies is not None:
+            frequencies = all_gather(_sum_numbers(frequencies, groups), group=as_group(ranks))
+        rows = all_gather(groups.unique, group=as_group(ranks))
+        grads = all_gather(sums, group=as_group(ranks))
+        bags, weights = None, None
+    groups = _without_padding(group_equal(rows), shard)
+    divisors = None if frequencies is None else _sum_numbers(frequencies, groups)
+    if group.columns > 1 and consumer.needs_square_sums():  # of whole rows, so the chunks of columns communicate
+        sums = grads
+        if shard is not None:
+            sums = _scale_(sum_groups(grads, bags, groups, weights), divisors, factor)
+            sums = consumer.decay(shard, groups.unique, sums)
+        squares = sums.to(torch.promote_types(sums.dtype, torch.float32)).square().sum(1)
+        squares = _reduce_over_columns(squares, group, ranks)
+        if shard is not None:
+            consumer.take(shard, groups.unique, sums, squares)
+    elif shard is not None:
+        for part, sums in sum_groups_in_blocks(grads, bags, groups, weights):
+            sums = _scale_(sums, None if divisors is None else divisors[part], factor)
+            consumer.take(shard, groups.unique[part], consumer.decay(shard, groups.unique[part], sums), None)
+
+
+def _scale_(sums: Tensor, divisors: Tensor | None, factor: float) -> Tensor:
+    if divisors is not None:
+        sums.div_(divisors[:, None])
+    return sums if factor == 1 else sums.mul_(factor)
+
+
+def _sum_numbers(numbers: Tensor, groups: Groups) -> Tensor:
+    index = torch.arange(len(groups.unique), device=numbers.device).repeat_interleave(groups.counts)
+    return torch.zeros_like(groups.unique).index_add_(0, index, numbers.index_select(0, groups.order))
+
+
+def _without_padding(groups: Groups, shard: GroupShard | None) -> Groups:
+    """Take out the rows that get no gradient."""
+    padding = None if shard is None else shard.padding_rows()
+    if padding is None:
+        return groups
+    keep = torch.isin(groups.unique, padding, invert=True)
+    if bool(keep.all()):
+        return groups
+    order = groups.order[keep.repeat_interleave(groups.counts)]
+    counts = groups.counts[keep]
+    return Groups(groups.unique[keep], order, counts.cumsum(0) - counts, counts)
+
+
+def _reduce_over_columns(values: Tensor, group: TableGroup, ranks: GroupRanks, *, largest: bool = False) -> Tensor:
+    """Sum `values` (or take the largest) over the ranks that hold a chunk of columns: the same bits everywhere. All ranks call.
+
+    All chunks of columns get requests for the same rows, so their ranks hold equally many values here.
+    """
+    peers = group.key.ranks if group.place(ranks.rank) is not None else ()
+    sizes = [len(values) if rank in peers else 0 for rank in range(ranks.size)]
+    copies = torch.cat([values] * len(peers)) if peers else values[:0]
+    parts = all_to_all_single(copies, send_sizes=sizes, receive_sizes=sizes, group=as_group(ranks)).split_with_sizes(sizes)
+    total = torch.zeros_like(values)
+    for rank in peers:
+        total = torch.maximum(total, parts[rank]) if largest else total + parts[rank]
+    return total
+
+
+def _renormalise(each: GroupLookup, ranks: GroupRanks, dtype: torch.dtype) -> None:
+    """Shorten the requested rows to max_norm, in place, as torch.embedding_renorm_ does; chunks of columns share one norm."""
+    group, shard, rows = each.group, each.shard, each.request.rows
+    assert group.key.max_norm is not None
+    if group.is_replicated and ranks.size > 1:
+        rows = all_gather(rows, group=as_group(ranks))
+    if group.columns == 1 and shard is None:
+        return
+    unique = torch.unique(rows)
+    found = rows.new_empty((0, 0), dtype=dtype) if shard is None else shard.weight.index_select(0, unique)
+    if group.columns == 1:
+        norms = torch.linalg.vector_norm(found, group.key.norm_type, dim=1)
+    else:
+        norms = _norm_over_columns(found, group, ranks)
+    if shard is None:
+        return
+    norms = norms.to(found.dtype).double()  # in torch's own steps, to the last bit: a maximum may depend on it
+    limits = torch.full_like(norms, group.key.max_norm)
+    scales = torch.where(norms > limits, limits / (norms + 1e-7), 1.0).to(found.dtype)
+    shard.weight.index_copy_(0, unique.to(torch.int64), found * scales[:, None])
+
+
+def _norm_over_columns(found: Tensor, group: TableGroup, ranks: GroupRanks) -> Tensor:
+    power = group.key.norm_type
+    values = found.to(torch.promote_types(found.dtype, torch.float32)).abs()
+    if power == float("inf"):
+        largest = values.amax(1) if values.shape[1] else values.new_zeros(len(values))
+        return _reduce_over_columns(largest, group, ranks, largest=True)
+    return _reduce_over_columns(values.pow(power).sum(1), group, ranks).pow(1 / power)

@@ -1,0 +1,260 @@
+"""What a rank holds of its tables: the memory of its shards, of which the modules' parameters are views."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from unisono.collectives import Group, broadcast
+from unisono.collectives.checks import validate_across_ranks
+from unisono.collectives.groups import as_group, process_group, resolve_group, small_message_device
+from unisono.embedding.hashing import derive_seed
+from unisono.embedding.optimizers import FusedOptimizer, Rule, make_states, state_dtype
+from unisono.embedding.parameters import ShardedTable
+from unisono.embedding.sharding.layouts import Layout
+from unisono.embedding.sharding.table_groups import TableGroup, TableShard, group_tables, number_rows
+from unisono.embedding.table import Table, draw_weights
+
+GradReduce = Literal["mean", "sum"]
+_PAGE = 2 << 20
+_LARGE = 8 * _PAGE
+_MADV_HUGEPAGE = 14
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments that all modules of this package share."""
+
+    function: str
+    grad_reduce: GradReduce = "mean"
+    sparse: bool = False
+    wire_dtype: torch.dtype | None = None
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+
+    def validation_error(self) -> str:
+        if self.grad_reduce not in ("mean", "sum"):
+            return f"grad_reduce={self.grad_reduce!r} is neither 'mean' nor 'sum'"
+        if self.wire_dtype not in (None, torch.bfloat16, torch.float16):
+            return f"wire_dtype={self.wire_dtype!r} is none of None, torch.bfloat16, torch.float16"
+        return ""
+
+
+@dataclass
+class GroupShard:
+    """A rank's shard of one table group: the shards of its tables, one below the other, and the state of their optimizer."""
+
+    group: TableGroup
+    number: int  # of the group's shards
+    column: int  # which chunk of columns
+    weight: Tensor  # (rows, width)
+    state: dict[str, Tensor] = field(default_factory=dict)  # of a fused optimizer
+
+    @property
+    def shards(self) -> list[TableShard]:
+        return self.group.shards[self.number]
+
+    def view(self, shard: TableShard, of: Tensor | None = None) -> Tensor:
+        """A table's part of the weight, or of a tensor of state."""
+        return (self.weight if of is None else of).narrow(0, shard.start, shard.box.shape[0])
+
+    def padding_rows(self) -> Tensor | None:
+        """The rows that get no gradient."""
+        rows = self.group.padding_rows[self.number]
+        return torch.tensor(rows, device=self.weight.device) if rows else None
+
+    def split(self, rows: Tensor, values: Tensor) -> list[tuple[TableShard, Tensor, Tensor]]:
+        """Split sorted rows and their values by table; rows are then numbered within the table's shard."""
+        starts = torch.tensor([shard.start for shard in self.shards], device=rows.device, dtype=rows.dtype)
+        cuts = [*torch.searchsorted(rows, starts).tolist(), len(rows)]
+        parts = [slice(cuts[k], cuts[k + 1]) for k in range(len(self.shards))]
+        return [(shard, rows[part] - shard.start, values[part]) for shard, part in zip(self.shards, parts, strict=True)]
+
+
+class ShardStorage:
+    """This rank's shards of all tables, in their layouts."""
+
+    def __init__(
+        self, tables: Sequence[Table], layouts: Sequence[Layout], options: Options, rule: Rule | None, group: Group
+    ) -> None:
+        self.tables = list(tables)
+        self.options = options
+        self.rule = rule
+        self.ranks = resolve_group(group)
+        self.layouts = self._validate(layouts)
+        self.groups = group_tables(self.tables, self.layouts, self.ranks.size)
+        self.row_numberings = number_rows(self.groups, self.tables)
+        self.table_of_feature = {name: k for k, table in enumerate(self.tables) for name in table.features}
+        self.steps = torch.zeros((), dtype=torch.int64, device="cpu")  # of a fused optimizer; the same on all ranks
+        self.shards = [self._make_shard(group) for group in self.groups]  # None: this rank holds nothing of the group
+        self.modules: list[ShardedTable] = []
+        self.optimizer: FusedOptimizer | None = None
+
+    def _validate(self, layouts: Sequence[Layout]) -> list[Layout]:
+        """Return the layouts with ranks, once all ranks make the same tables and none has a bad argument."""
+        options = self.options
+        assigned = list(layouts)
+        error = options.validation_error()
+        try:
+            assigned = [layout.assign_ranks(self.ranks.size) for layout in layouts]
+        except ValueError as layout_error:
+            error = str(layout_error)
+        arguments = (
+            f"{self.tables}, {assigned}, {options.grad_reduce}, {options.sparse}, {options.wire_dtype}, {options.dtype}, "
+            f"{self.rule}"
+        )
+        validate_across_ranks(
+            options.function,
+            self.ranks,
+            same=arguments,
+            numbers=(),
+            words=lambda: f"{options.function}({arguments})",
+            device=options.device,
+            rule="All ranks must make the same tables with the same plan and options.",
+            problem=error,
+        )
+        return assigned
+
+    def _make_shard(self, group: TableGroup) -> GroupShard | None:
+        place = group.place(self.ranks.rank)
+        if place is None:
+            return None
+        shard, column = place
+        shape = (group.heights[shard], group.key.widths[column])
+        weight = _empty_rows(shape, dtype=self.options.dtype, device=self.options.device)
+        return GroupShard(group, shard, column, weight, make_states(self.rule, weight, self.steps))
+
+    def requires_grad(self) -> bool:
+        return any(module.weight.requires_grad for module in self.modules)
+
+    def owner_pools(self, number: int, weights: Tensor | None) -> bool:
+        """Whether the owner of a table sums the bags. The gradient of a weight needs its row, and so does a maximum."""
+        if weights is not None and weights.requires_grad:
+            return False
+        table, layout = self.tables[number], self.layouts[number]
+        return table.owners_can_pool and layout.owners_can_pool and layout.answers != "rows"
+
+    def attach(self, modules: Sequence[ShardedTable]) -> None:
+        """Let the modules' parameters be views of the shards; again, after the shards have moved."""
+        self.modules = list(modules)
+        views: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+        for shard in self.shards:
+            for part in () if shard is None else shard.shards:
+                assert shard is not None
+                states = {name: x if x.ndim == 0 else shard.view(part, x) for name, x in shard.state.items()}
+                views[part.table] = shard.view(part), states
+        for number, module in enumerate(modules):
+            if number not in views:
+                empty = torch.empty((0, module.table.dim), dtype=self.options.dtype, device=self.options.device)
+                views[number] = empty, make_states(self.rule, empty, self.steps)
+            module.attach(*views[number])
+        if self.rule is not None and self.optimizer is None:
+            self.optimizer = FusedOptimizer([module.weight for module in modules], self.rule)
+
+    def convert(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Do what Module.to and similar calls want: move whole group shards, then parameters and their gradients."""
+        probe = change(torch.empty(0, dtype=self.options.dtype, device=self.options.device))
+        moved = [None if shard is None else change(shard.weight) for shard in self.shards]
+        unmoved = all(shard is None or shard.weight is weight for shard, weight in zip(self.shards, moved, strict=True))
+        if unmoved and (probe.dtype, probe.device) == (self.options.dtype, self.options.device):
+            return
+        grads = [_local_part(module.weight.grad) for module in self.modules]
+        for shard, weight in zip(self.shards, moved, strict=True):
+            if shard is not None and weight is not None:
+                shard.weight = weight
+                shard.state = {name: _convert_state(x, weight) for name, x in shard.state.items()}
+        self.options = replace(self.options, dtype=probe.dtype, device=probe.device)
+        self.attach(self.modules)
+        for module, grad in zip(self.modules, grads, strict=True):
+            if grad is not None:
+                module.weight.grad = module.shape_as(change(grad))
+
+    @torch.no_grad()
+    def follow_parameters(self) -> None:
+        """If a parameter was given other memory (`.data =`, pickle, another Parameter), copy its values into the shard."""
+        replaced = []
+        for shard in self.shards:
+            for part in () if shard is None else shard.shards:
+                assert shard is not None
+                weight, view = self.modules[part.table].weight, shard.view(part)
+                local = _local_part(weight)
+                where = f"{self.options.function}: the weight of table {self.tables[part.table].name!r}"
+                if not isinstance(weight, nn.Parameter):
+                    raise TypeError(
+                        f"{where} is no Parameter but a {type(weight).__name__}: torch.func.functional_call cannot replace a "
+                        "sharded table"
+                    )
+                if local is None or not view.numel() or local.data_ptr() == view.data_ptr():
+                    continue
+                if tuple(local.shape) != tuple(view.shape):
+                    raise ValueError(f"{where} was replaced by one of shape {tuple(weight.shape)}")
+                replaced.append((view, local))
+        for view, local in replaced:
+            view.copy_(local)
+        if replaced:
+            self.attach(self.modules)
+
+    @torch.no_grad()
+    def reset(self, seed: int | None = None) -> None:
+        """Draw first weights and states, from rank 0's default generator: the same for all layouts and numbers of ranks."""
+        if seed is None:
+            drawn = torch.randint(2**62, (1,), device="cpu")
+            if self.ranks.size > 1:
+                drawn = drawn.to(small_message_device(process_group(self.ranks), None))
+                drawn = broadcast(drawn, root=0, group=as_group(self.ranks))
+            seed = int(drawn)
+        for module in self.modules:
+            name_hash = int.from_bytes(hashlib.blake2b(module.table.name.encode(), digest_size=7).digest(), "little")
+            if not module.local.is_meta and module.local.numel():
+                draw_weights(module.table, module.box, module.local, seed=derive_seed(seed, name_hash))
+        self.steps.zero_()
+        for shard in self.shards:
+            if shard is not None and self.rule is not None and len(shard.weight) and not shard.weight.is_meta:
+                for name, first in self.rule.states(shard.weight[:1]).items():
+                    shard.state[name][:] = first
+
+
+def _empty_rows(shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.empty; on Linux CPUs in large pages, since rows are read in no order and most reads would miss the page table."""
+    rows = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu" and rows.nbytes >= _LARGE and sys.platform == "linux":
+        start = -(-rows.data_ptr() // _PAGE) * _PAGE
+        length = (rows.data_ptr() + rows.nbytes - start) // _PAGE * _PAGE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)  # may be refused
+    return rows
+
+
+def _convert_state(state: Tensor, weight: Tensor) -> Tensor:
+    """Move an optimizer's state to the device of the weight, in the dtype that it needs there."""
+    if state.ndim == 0:
+        return state
+    if state.is_meta:
+        return torch.zeros_like(state, device=weight.device, dtype=state_dtype(weight))
+    return state.to(weight.device, state_dtype(weight))
+
+
+def _local_part(x: Tensor | None) -> Tensor | None:
+    """This rank's part of a DTensor, outside of autograd."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def copy_with_storage(module: _Module, state: dict[str, Any], memo: dict[int, Any]) -> _Module:
+    """copy.deepcopy of a module that has an engine: its parameters become views of the copied shards."""
+    made = module.__class__.__new__(module.__class__)
+    memo[id(module)] = made
+    made.__dict__.update(copy.deepcopy(state, memo))
+    storage: ShardStorage = made.engine.storage  # type: ignore[assignment, union-attr]
+    storage.attach(storage.modules)
+    return made

@@ -1,0 +1,316 @@
+"""plan_tables: a layout for each table, chosen by what it costs, and a report of why.
+
+The planner weighs the options of each table (sharding/cost.py), then packs them: the tables with the most load or memory come
+first, each gets the cheapest option that leaves its ranks below a limit, and several limits are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.collectives import Group
+from unisono.embedding.optimizers import Rule
+from unisono.embedding.ragged import Ragged
+from unisono.embedding.sharding.cost import Demand, Option, can_pool, count_demands, expect_demand, list_options, set_prices
+from unisono.embedding.sharding.layouts import Answers, Layout
+from unisono.embedding.table import Table
+
+_FEW = 16  # ranks that are listed one by one
+_ANY = 2**62  # more than any rank has
+_NEAR = 1.05  # loads that are as good as equal
+_LIMITS = (None, 1.5, 1.2, 1.1, 1.0, 0.0)  # of a rank's load, as parts of the mean: beyond, a table is cut. 0: all are
+_EVENNESS = (1.1, 1.2, 1.5)  # of memory, as parts of the mean: worth having if it costs next to nothing
+_SMALL = 0.05  # of the mean load and memory: such a table is not worth cutting
+
+
+@dataclass(frozen=True)
+class PlannedTable:
+    """One table of a plan."""
+
+    name: str
+    rows: int
+    dim: int
+    layout: Layout
+    answers: Answers
+    sent: int  # bytes a step, on average over ranks
+    memory: int  # bytes, on the rank that holds most of it
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout for each table, for one number of ranks. print(plan) explains it.
+
+    `memory`, `sent` and `load` have a number for each rank: bytes held; bytes sent in a step, forward and backward; and the
+    estimate by which ranks are kept equally busy, in bytes that could travel meanwhile.
+    """
+
+    layouts: dict[str, Layout]
+    tables: tuple[PlannedTable, ...]
+    memory: tuple[int, ...]
+    sent: tuple[int, ...]
+    load: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Aligned text: a line for each table, then a line for each rank."""
+        parts = []
+        for header, rows in (self._describe_tables(), self._describe_ranks()):
+            lines = [header, *rows]
+            widths = [max(len(line[k]) for line in lines) for k in range(len(header))]
+            parts.append("\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines))
+        return "\n\n".join(parts)
+
+    def to_markdown(self) -> str:
+        parts = []
+        for header, rows in (self._describe_tables(), self._describe_ranks()):
+            lines = [header, ["---"] * len(header), *rows]
+            parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        return "\n\n".join(parts)
+
+    def to_rows(self) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+        """What print shows, as dicts by the names of the columns: one list for the tables, one for the ranks."""
+        tables, ranks = (
+            [dict(zip(header, row, strict=True)) for row in rows]
+            for header, rows in (self._describe_tables(), self._describe_ranks())
+        )
+        return tables, ranks
+
+    def _describe_tables(self) -> tuple[list[str], list[list[str]]]:
+        header = ["table", "rows x dim", "layout", "answers", "sent by a rank", "memory of a rank", "why"]
+        return header, [
+            [t.name, f"{t.rows:,} x {t.dim}", str(t.layout), t.answers, _bytes(t.sent), f"<= {_bytes(t.memory)}", t.why]
+            for t in self.tables
+        ]
+
+    def _describe_ranks(self) -> tuple[list[str], list[list[str]]]:
+        columns = (self.memory, self.sent, self.load)
+        if len(self.memory) <= _FEW:
+            rows = [[f"rank {rank}", *map(_bytes, line)] for rank, line in enumerate(zip(*columns, strict=True))]
+        else:
+            rows = [
+                ["most", *(_bytes(max(column)) for column in columns)],
+                ["mean", *(_bytes(sum(column) // len(column)) for column in columns)],
+                ["least", *(_bytes(min(column)) for column in columns)],
+            ]
+        return [f"{len(self.memory)} rank{'s' * (len(self.memory) > 1)}", "memory", "sent", "load"], rows
+
+
+def plan_tables(
+    tables: Sequence[Table],
+    world_size: int,
+    *,
+    batch_size: int = 1024,
+    sample: Mapping[str, Ragged] | None = None,
+    memory_per_rank: int | None = None,
+    optimizer: Rule | None = None,
+    dtype: torch.dtype = torch.float32,
+    wire_dtype: torch.dtype | None = None,
+    group: Group = None,
+) -> Plan:
+    """Choose a layout for each table, such that the busiest of `world_size` ranks sends and computes as little as possible.
+
+    A table lies whole on one rank if that gives no rank more than its share, and is answered by rows or by sums of bags,
+    whichever costs less. Other tables are cut into rows or columns. The order of the tables does not matter.
+    `print(plan)` shows the layout, bytes, memory and reason of each table, and the totals of each rank.
+
+    Args:
+        tables: The tables to plan for.
+        world_size: The number of ranks to plan for, which need not exist yet.
+        batch_size: The bags of a feature on one rank in one step.
+        sample: A batch of this rank, with any number of bags, in which ids are counted. Without it, a bag is expected to have
+            table.ids_per_bag ids that are evenly drawn, which makes as many different rows as there can be.
+        memory_per_rank: The bytes that a rank has for weights and the state of `optimizer`; without optimizer, for weights
+            and dense gradients (sparse ones need less; the state of an optimizer of torch is not known here). None: no limit;
+            memory is still shared out evenly if that costs next to nothing.
+        optimizer: The fused optimizer, whose state takes memory.
+        dtype, wire_dtype: Of the weights, and of rows that travel.
+        group: With a sample, if the group has `world_size` ranks, more than one: all of them must call with a sample, and get
+            the same plan, made for the mean over their samples. In all other cases nothing is communicated: a laptop can make
+            a plan for 512 ranks.
+
+    Raises ValueError if memory does not suffice, with the memory_per_rank that would.
+
+    Example:
+        >>> tables = [Table("user", 10**6, 64, ids_per_bag=20), Table("item", 10**6, 64, ids_per_bag=18), Table("day", 7, 64)]
+        >>> {name: (str(layout), layout.answers) for name, layout in plan_tables(tables, 2).layouts.items()}
+        {'user': ('table on 1', 'bags'), 'item': ('table on 0', 'bags'), 'day': ('table on 0', 'rows')}
+    """
+    names = [table.name for table in tables]
+    if world_size < 1 or batch_size < 0 or len(set(names)) < len(names):
+        given = f"world_size={world_size}, batch_size={batch_size}, tables {names}"
+        raise ValueError(f"plan_tables: needs one rank at least, a batch and different names for all tables; got {given}")
+    options = f"world_size={world_size}, {batch_size=}, {memory_per_rank=}, {optimizer=}, {dtype=}, {wire_dtype=}"
+    demands = None
+    if sample is not None:
+        same = f"{list(tables)}, {options}"
+        demands = count_demands(tables, sample, batch_size=batch_size, world_size=world_size, same=same, group=group)
+    demands = demands or [expect_demand(table, batch_size) for table in tables]
+
+    prices = set_prices(world_size, optimizer=optimizer, dtype=dtype, wire_dtype=wire_dtype)
+    choices = [list_options(table, demand, prices) for table, demand in zip(tables, demands, strict=True)]
+    by_name = sorted(range(len(tables)), key=lambda k: names[k])
+    placed = _pack(choices, by_name, world_size, memory_per_rank)
+    totals = _add_up(placed, world_size)
+    if memory_per_rank is not None and (least := int(totals.memory.max())) > memory_per_rank:
+        held = [int(next(option for option in options if option.is_whole).memory) for options in choices]
+        raise ValueError(
+            f"plan_tables: the tables need {_bytes(sum(held))}, and {world_size} x memory_per_rank={memory_per_rank} "
+            f"is {_bytes(world_size * memory_per_rank)}; the largest table is {names[held.index(max(held))]!r} with "
+            f"{_bytes(max(held))}; memory_per_rank={least} would do"
+        )
+    planned = [_report(t, d, p, world_size) for t, d, p in zip(tables, demands, placed, strict=True)]
+    return Plan(
+        {table.name: table.layout for table in planned},
+        tuple(planned),
+        tuple(totals.memory.tolist()),
+        tuple(totals.sent.tolist()),
+        tuple(totals.load.tolist()),
+    )
+
+
+def _report(table: Table, demand: Demand, placed: Placed, world_size: int) -> PlannedTable:
+    option = placed.option
+    sent = option.sent_by_all + int(option.sent.sum()) // world_size
+    why = "; ".join(filter(None, (placed.why, _explain_answers(table, demand, option.answers))))
+    layout = option.place(placed.ranks.tolist()).assign_ranks(world_size)
+    return PlannedTable(table.name, table.rows, table.dim, layout, option.answers, sent, int(option.memory.max()), why)
+
+
+def _explain_answers(table: Table, demand: Demand, answers: Answers) -> str:
+    rows, bags = f"{demand.unique:,} rows", f"{demand.bags:,} bags"
+    if answers == "bags":
+        return f"{bags}, {rows}"
+    if not can_pool(table, demand):
+        return f"{rows}, which their owner cannot sum"
+    return f"{rows}, {bags}"
+
+
+def _bytes(number: int) -> str:
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+class Placed(NamedTuple):
+    """An option that has ranks."""
+
+    option: Option
+    ranks: Tensor  # of its chunks
+    why: str  # why it is not the cheapest option; "" if it is
+
+
+class Ledger:
+    """What each rank has so far."""
+
+    def __init__(self, world_size: int, load: int = 0) -> None:
+        self.load = torch.full((world_size,), load, dtype=torch.int64, device="cpu")
+        self.sent = torch.zeros_like(self.load)
+        self.memory = torch.zeros_like(self.load)
+
+    def add(self, option: Option, ranks: Tensor) -> None:
+        self.load += option.load_of_all
+        self.load[ranks] += option.load
+        self.sent += option.sent_by_all
+        self.sent[ranks] += option.sent
+        self.memory[ranks] += option.memory
+
+    def find_room(self, option: Option, cap: int) -> tuple[int, Tensor] | None:
+        """Find neighbouring ranks whose load would be the least with this option; also return the highest load among them."""
+        parts = len(option.load)
+        blocks = len(self.load) // parts
+        load = (self.load[: blocks * parts].view(blocks, parts) + (option.load + option.load_of_all)).amax(1)
+        memory = (self.memory[: blocks * parts].view(blocks, parts) + option.memory).amax(1)
+        load = load.masked_fill_(memory > cap, _ANY)
+        least = int(load.min())
+        if least == _ANY:
+            return None
+        block = int(memory.masked_fill_(load > least, _ANY).argmin())
+        return least, torch.arange(block * parts, (block + 1) * parts, device="cpu")
+
+
+def _pack(
+    choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int, memory_per_rank: int | None
+) -> list[Placed]:
+    """Choose an option for each table, and its ranks. `order`: the tables; it decides between equal ones.
+
+    If memory does not suffice, the result is the one that comes nearest to it.
+    """
+    mean = max(1, -(-sum(options[0].total_load for options in choices) // world_size))
+    whole = [[option for option in options if option.is_whole] for options in choices]
+    held = [int(options[0].memory.sum()) for options in whole]
+    even = max(1, -(-sum(held) // world_size))
+    sizes = [max(int(options[0].load.sum()) / mean, h / even) for options, h in zip(whole, held, strict=True)]
+    order = sorted(order, key=lambda table: -sizes[table])
+    cap = _ANY if memory_per_rank is None else memory_per_rank
+    worth_trying = [every if size > _SMALL else uncut for every, uncut, size in zip(choices, whole, sizes, strict=True)]
+    tried: list[tuple[int, list[Placed]]] = []
+    bounds = [int(part * even) for part in _EVENNESS]
+    for room in [*(bound for bound in bounds if bound < cap), cap]:
+        short = "no rank has room for it whole" if room == cap else "spreads memory"
+        for limit in _LIMITS:
+            found = _try(worth_trying, order, world_size, room, short, _ANY if limit is None else int(limit * mean))
+            tried += [] if found is None else [found]
+            if found is not None and found[0] <= _NEAR * mean:
+                return found[1]
+    if not tried:
+        return _pack_tightly(choices, sorted(order, key=lambda table: -held[table]), world_size)
+    least = min(load for load, _ in tried)
+    return next(found for load, found in tried if load <= _NEAR * least)
+
+
+def _add_up(placed: Sequence[Placed], world_size: int) -> Ledger:
+    ledger = Ledger(world_size)
+    for option, ranks, _ in placed:
+        ledger.add(option, ranks)
+    return ledger
+
+
+def _try(
+    choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int, cap: int, short: str, limit: int
+) -> tuple[int, list[Placed]] | None:
+    """Give each table the cheapest option that leaves its ranks below the limit, or else the one with the least load.
+
+    Returns the load of the busiest rank, too; None if memory does not suffice. `short`: the reason to report if a table is cut
+    for lack of room.
+    """
+    ledger = Ledger(world_size, sum(options[0].load_of_all for options in choices))
+    placed: dict[int, Placed] = {}
+    for table in order:
+        options = choices[table]
+        ledger.load -= options[0].load_of_all  # until now, all tables counted as if they had their cheapest option
+        best: tuple[int, Placed] | None = None
+        why = ""
+        for option in options:
+            found = ledger.find_room(option, cap)
+            if found is None:
+                why = why or short
+            elif best is None or found[0] < best[0]:
+                best = found[0], Placed(option, found[1], why)
+            if best is not None and best[0] <= limit:
+                break
+            why = why or "too much work for one rank"
+        if best is None:
+            return None
+        placed[table] = best[1]
+        ledger.add(best[1].option, best[1].ranks)
+    return int(ledger.load.max()), [placed[table] for table in range(len(choices))]
+
+
+def _pack_tightly(choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int) -> list[Placed]:
+    """Cut every table into chunks as small as possible, and put them where the least memory is used."""
+    ledger = Ledger(world_size)
+    placed: dict[int, Placed] = {}
+    for table in order:
+        option = min(choices[table], key=lambda option: int(option.memory.max()))
+        ranks = ledger.memory.argsort(stable=True)[: len(option.load)]
+        placed[table] = Placed(option, ranks, "memory is short")
+        ledger.add(option, ranks)
+    return [placed[table] for table in range(len(choices))]

@@ -1,1 +1,0 @@
-"""Where tables should lie: what a batch asks of them (demands), what that costs (footprints), who fits where (packing)."""

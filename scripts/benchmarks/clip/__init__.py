@@ -1,0 +1,1 @@
+"""A training step of CLIP, beside open_clip's own."""

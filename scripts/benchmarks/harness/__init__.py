@@ -1,0 +1,1 @@
+"""What all benchmarks share: ranks, measurement, results, tables, reports and plots."""

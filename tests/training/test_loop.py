@@ -1,0 +1,151 @@
+"""The loop that all models share: resume, stop, cadence, and saves that fail."""
+
+import json
+import os
+import signal
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono.collectives import global_mean
+from unisono_models.training.checkpoint import manifest
+from unisono_models.training.config import CheckpointConfig, RunConfig
+from unisono_models.training.loop import TrainingLoop, start_session
+from unisono_models.training.randomness import normal
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every=3, keep=9))
+
+
+def train(directory, *, stop_after=None, signal_at=None, evaluate_every=4, every=3, save=True, break_saves_at=None):
+    """Train a line by DDP for 10 steps. Returns what the body of the loop saw in each step, and whether the run finished."""
+    run = RunConfig(steps=10, dir=directory, log_every=5, evaluate_every=evaluate_every, stop_after=stop_after, timeout=60)
+    config = Config(run, CheckpointConfig(every=every, keep=9))
+    events = []
+    with start_session(config, model="line", recipe="tiny") as session:
+        ranks = session.ranks
+        torch.manual_seed(0)
+        net = nn.Linear(3, 1)
+        model = DistributedDataParallel(net) if dist.is_initialized() else net
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        average = nn.Linear(3, 1)
+        with TrainingLoop(session, model, optimizer, extra={"average": average}) as loop:
+            seen = loop.state.get("seen", 0)
+            for step in loop:
+                x = normal(0, "x", step, torch.arange(7).tensor_split(ranks.size)[ranks.rank], (3,))
+                loss = global_mean(model(x).square().mean(1))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                average.weight.data.lerp_(net.weight.data, 0.5)
+                seen += 7
+                if step == signal_at and ranks.rank == ranks.size - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if step == break_saves_at:
+                    loop._checkpoints.wait()  # so that it is known which saves fail
+                    manifest.write_manifest = fail
+                resumed = loop.just_resumed
+                loop.log({"loss": loss}, samples=7)
+                if loop.evaluation_due:
+                    loop.record({"accuracy": 0.1 * loop.done})
+                events.append([step, resumed, loop.log_due, loop.evaluation_due, loop.checkpoint_due])
+                if loop.checkpoint_due and save:
+                    loop.save({"seen": seen}, score=loop.first_metric)
+            if loop.finished:
+                metrics = loop.final_metrics(lambda: {"accuracy": -1.0})
+                session.directory.finish({**metrics, "seen": seen, "average": average.weight.sum().item()})
+            return events, loop.finished
+
+
+def fail(*args):
+    raise OSError("no space in this test")
+
+
+def train_and_catch(directory, **options):
+    write = manifest.write_manifest
+    try:
+        return train(directory, **options)
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        manifest.write_manifest = write
+
+
+def lines(directory):
+    found = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] != "speed"]
+
+
+def summary(directory):
+    return json.loads((Path(directory) / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory):
+    """A run that was never interrupted, and what its steps saw."""
+    directory = tmp_path_factory.mktemp("loop") / "whole"
+    return directory, ranks(train, directory, world_size=2, timeout=120)[0]
+
+
+def test_cadence_of_logs_evaluations_and_checkpoints(whole):
+    directory, (events, finished) = whole
+    assert finished and [step for step, *_ in events] == list(range(10))
+    assert not any(resumed for _, resumed, *_ in events)
+    for column, expected in ((2, [5, 10]), (3, [4, 8, 10]), (4, [3, 4, 6, 8, 9, 10])):
+        assert [event[0] + 1 for event in events if event[column]] == expected
+    steps = [path.name for path in reversed(manifest.list_steps(directory / "checkpoints"))]
+    assert steps == [f"step-{step:08}" for step in (3, 4, 6, 8, 9, 10)]
+    scores = [manifest.read_manifest(directory / "checkpoints" / name).score for name in steps]
+    assert scores == [None, 0.4, None, 0.8, None, 1.0]
+    assert [line["step"] for line in lines(directory) if line["kind"] == "evaluation"] == [3, 7, 9]
+
+
+@pytest.mark.parametrize("how", [{"stop_after": 5}, {"signal_at": 4}], ids=["stop_after", "signal"])
+def test_a_stopped_run_goes_on_with_the_same_bits(ranks, whole, tmp_path, how):
+    events, finished = ranks(partial(train, **how), tmp_path / "run", world_size=2, timeout=120)[1]
+    assert not finished and [step for step, *_ in events] == list(range(5)) and events[-1][4]
+    assert not (tmp_path / "run/summary.json").exists()
+    events, finished = ranks(train, tmp_path / "run", world_size=2, timeout=120)[1]
+    assert finished and [(step, resumed) for step, resumed, *_ in events] == [(step, step == 5) for step in range(5, 10)]
+    assert lines(tmp_path / "run") == lines(whole[0]) and summary(tmp_path / "run") == summary(whole[0])
+
+
+def test_a_run_whose_last_step_was_taken_is_only_evaluated(tmp_path):
+    train(tmp_path / "run", evaluate_every=0)
+    before = lines(tmp_path / "run")
+    (tmp_path / "run/summary.json").unlink()
+    events, finished = train(tmp_path / "run", evaluate_every=0)
+    assert finished and events == [] and summary(tmp_path / "run")["accuracy"] == -1 and summary(tmp_path / "run")["seen"] == 70
+    assert lines(tmp_path / "run") == before
+
+
+def test_a_save_that_fails_does_not_end_training_but_a_stop_that_is_not_saved_is_an_error(ranks, whole, tmp_path):
+    failed = ranks(partial(train_and_catch, stop_after=5, break_saves_at=4), tmp_path / "a", world_size=2, timeout=120)
+    assert failed == ["SystemExit: stopped after step 5 of 10, which could not be saved"] * 2
+    events, finished = ranks(partial(train_and_catch, break_saves_at=6), tmp_path / "a", world_size=2, timeout=120)[0]
+    assert finished and [step for step, *_ in events] == [4, 5, 6, 7, 8, 9]  # from the checkpoint of the evaluation
+    assert lines(tmp_path / "a") == lines(whole[0])
+
+
+def test_a_body_that_forgets_to_save_is_told(tmp_path):
+    with pytest.raises(RuntimeError, match="step 2 was not saved: call save if checkpoint_due"):
+        train(tmp_path / "run", save=False)
+
+
+def test_a_body_that_forgets_to_log_is_told(tmp_path):
+    config, net = Config(RunConfig(steps=2, dir=tmp_path / "run")), nn.Linear(1, 1)
+    with (
+        start_session(config, model="line", recipe="tiny") as session,
+        TrainingLoop(session, net, torch.optim.SGD(net.parameters())) as loop,
+        pytest.raises(RuntimeError, match="step 0 was not logged: call log once in each step"),
+    ):
+        list(loop)
