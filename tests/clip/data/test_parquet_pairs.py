@@ -36,16 +36,16 @@ def test_odd_parquet_rows(tmp_path, monkeypatch):
     good = {"bytes": encode_image(), "path": None}
     rows = [good, {"bytes": None, "path": "0.png"}, {"bytes": None, "path": "../x"}, None, {"bytes": b"?", "path": ""}, good]
     captions = pa.array([b"caf\xe9", b"b", b"c", b"d", b"e", None]).view(pa.string())
-    pq.write_csv(pa.table({"image": pa.array(rows), "text": captions}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"image": pa.array(rows), "text": captions}), tmp_path / "a.parquet")
     batch = open_pairs(tmp_path).read(range(6), 4)
     assert batch.captions == ["caf\ufffd", "b"] and colours_of(batch) == [0, 2]
     reasons = [skip.reason for skip in batch.skipped]
     assert reasons == ["unreadable file", "unreadable file", "broken image", "empty caption"]
     assert batch.skipped[2].name == "a.parquet, row 5"
 
-    pq.write_csv(pa.table({"image": [encode_image()], "caption": [["one", "two"]]}), tmp_path / "b.parquet")
+    pq.write_table(pa.table({"image": [encode_image()], "caption": [["one", "two"]]}), tmp_path / "b.parquet")
     assert open_pairs(tmp_path / "b.parquet").read([0], 4).captions == ["one"]
-    pq.write_csv(pa.table({"image": ["http://x"], "caption": ["x"]}), tmp_path / "c.parquet")
+    pq.write_table(pa.table({"image": ["http://x"], "caption": ["x"]}), tmp_path / "c.parquet")
     with pytest.raises(ValueError, match="column 'image' is string, expected binary or struct"):
         open_pairs(tmp_path / "c.parquet")
     (tmp_path / "d.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
