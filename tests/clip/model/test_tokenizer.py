@@ -142,7 +142,7 @@ def shares(path, captions):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_shared_tokenizer_is_rank_0_s_on_all_ranks_and_after_a_restart(ranks, tmp_path, world):
+def test_tokenizer_of_rank_0_is_used_on_all_ranks_and_after_a_restart(ranks, tmp_path, world):
     path = tmp_path / "tokenizer.json"
     expected = make_tokenizer(TextConfig(vocabulary=200, tokens=9), TEXTS).to_json()
     found = ranks(shares, path, TEXTS, world_size=world)
