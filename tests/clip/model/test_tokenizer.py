@@ -114,7 +114,7 @@ def test_model_s_own_tokenizer_is_that_of_transformers():
 
 @pytest.mark.parametrize("tokens", [-1, 0, 2])
 def test_tokenizer_rejects_lengths_that_leave_no_word(tokens):
-    with pytest.raises(ValueError, match=f"text.tokens: {tokens} leave no room for words beside the 2"):
+    with pytest.raises(ValueError, match=f"text.tokens: {tokens} leaves no room for words besides the 2"):
         make_tokenizer(TextConfig(tokens=tokens), CAPTIONS)
 
 
@@ -122,7 +122,7 @@ def test_make_tokenizer_rejects_models_without_a_tokenizer(tmp_path):
     with pytest.raises(ValueError, match=r"text.tokenizer=model needs a text.model"):
         make_tokenizer(TextConfig(tokenizer="model"), CAPTIONS)
     transformers.AutoConfig.for_model(**BERT).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=rf"text.model {tmp_path}: no tokenizer comes with it; say text.tokenizer=captions"):
+    with pytest.raises(ValueError, match=rf"text.model {tmp_path}: it has no tokenizer; use text.tokenizer=captions"):
         make_tokenizer(TextConfig(str(tmp_path), tokenizer="model"), CAPTIONS)  # transformers makes one that knows no word
     with pytest.raises(FileNotFoundError, match=r"package:torch: no folder with a config.json"):
         make_tokenizer(TextConfig("package:torch", tokenizer="model"), CAPTIONS)
@@ -130,7 +130,7 @@ def test_make_tokenizer_rejects_models_without_a_tokenizer(tmp_path):
 
 def test_from_json_rejects_what_is_no_tokenizer():
     for text in ("", "{}", "[]", small_tokenizer().to_json()[:-1]):
-        with pytest.raises(ValueError, match=r"CaptionTokenizer.from_json: not a tokenizer: \w"):
+        with pytest.raises(ValueError, match=r"CaptionTokenizer.from_json: this is not a tokenizer: \w"):
             CaptionTokenizer.from_json(text, tokens=8)
 
 
@@ -164,7 +164,7 @@ def fails_alike(path):
             load_or_make_tokenizer(config, [], path, ranks)
         path.parent.mkdir(exist_ok=True)
         path.write_text("damaged")
-        with pytest.raises(ValueError, match="not a tokenizer"):
+        with pytest.raises(ValueError, match="this is not a tokenizer"):
             load_or_make_tokenizer(TextConfig(), [], path, ranks)
 
 

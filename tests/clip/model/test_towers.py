@@ -274,7 +274,7 @@ def test_every_encoder_trains_with_dropout_of_samples_only(kind):
         (
             "test_efficientnet_ln",
             {"drop_rate": 0.3},
-            r"test_efficientnet_ln with image.kwargs {'drop_rate': 0.3}: draws random",
+            r"test_efficientnet_ln with image.kwargs {'drop_rate': 0.3}: it draws random",
         ),
     ],
 )
@@ -288,7 +288,7 @@ def test_image_tower_rejects_randomness_that_is_not_of_samples(model, kwargs, me
 
 def test_text_tower_rejects_randomness_that_is_not_of_samples():
     opt = {"model_type": "opt", **SIZES, "ffn_dim": 32, "word_embed_proj_dim": 16}
-    with pytest.raises(ValueError, match=r"text.config of type opt: draws random numbers in training"):
+    with pytest.raises(ValueError, match=r"text.config of type opt: it draws random numbers in training"):
         text_tower(opt)  # it calls F.dropout
     text_tower(opt, frozen=True)  # never in training mode
 
@@ -317,8 +317,8 @@ def test_trying_a_tower_leaves_no_trace():
     [
         ({"hidden_size": 16}, {}, "has no model_type"),
         ({"model_type": "no-such"}, {}, "no-such"),
-        ({"model_type": "t5", "d_model": 16, "num_layers": 1}, {}, "type t5: has a decoder"),
-        (BERT | {"vocab_size": 10}, {}, "knows 10 tokens, too few for a tokenizer that has 20"),
+        ({"model_type": "t5", "d_model": 16, "num_layers": 1}, {}, "type t5: it has a decoder"),
+        (BERT | {"vocab_size": 10}, {}, "it has 10 tokens, fewer than the 20 of the tokenizer"),
         (BERT | {"max_position_embeddings": 16}, {"tokens": 17}, "text.tokens: 17 is more than the 16"),
     ],
 )
@@ -345,9 +345,9 @@ def test_packages_are_found_and_not_run(tmp_path):
     save_file({"a": torch.arange(3.0)}, tmp_path / "evil_weights/inner/w.safetensors")
     program = (
         "import torch; from unisono_models.clip.model.towers import load_package_weights\n"
-        "from unisono_models.datasets.package_files import text_folder\n"
+        "from unisono_models.datasets.package_files import find_transformers_folder\n"
         "m = torch.nn.ParameterList([torch.zeros(3)]); load_package_weights(m, 'package:evil_weights'); print(m[0].tolist())\n"
-        "try: text_folder('package:evil_weights')\n"
+        "try: find_transformers_folder('package:evil_weights')\n"
         "except FileNotFoundError as error: print(error)"
     )
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
