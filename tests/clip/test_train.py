@@ -100,6 +100,7 @@ def test_other_ranks_give_the_same_numbers(ranks, on_two, tmp_path):
 
 def test_other_ranks_differ_by_rounding_alone(ranks, tmp_path):
     small = ["--parallel.precision", "float64", "--run.steps", "60", "--data.batch", "11", "--optimizer.lr", "1e-3"]
+    small += ["--checkpoint.every", "60"]
     for world in (1, 3):
         ranks(train, tmp_path / str(world), *small, "--run.stop-after", "50", world_size=world, timeout=180)
     assert len(losses(tmp_path / "1")) == 50 and furthest(losses(tmp_path / "1"), losses(tmp_path / "3")) < 1e-9
