@@ -27,7 +27,11 @@ BENCHMARKS = {
         "scatter, gather and replicas against torch.nn.parallel, GradientSync against DDP",
     ),
     "embedding": ("embedding.benchmark", "Embedding", "a training step of 26 sharded tables against TorchRec's"),
-    "recommender": ("recommender", "Recommender", "a training step of DLRM against the same model with TorchRec's tables"),
+    "recommender": (
+        "recommender.benchmark",
+        "Recommender",
+        "a training step of DLRM against the same model with TorchRec's tables",
+    ),
     "clip": ("clip.benchmark", "Clip", "a training step of CLIP against open_clip's own, with the same towers"),
 }
 USAGE = "\n".join(

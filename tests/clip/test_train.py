@@ -232,7 +232,7 @@ def error_of(directory, *args):
 
 def test_too_many_broken_images_stop_the_run(run):
     _, found = run("--data.max-broken", "0.02", body=error_of)
-    assert found[0] == found[1] and "This is more than the 0.02 of them that may be" in found[0]
+    assert found[0] == found[1] and "This is more than the allowed fraction of 0.02" in found[0]
 
 
 @pytest.mark.parametrize(

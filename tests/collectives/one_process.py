@@ -1,4 +1,4 @@
-"""The law, as code: what each collective means in one process that holds every rank's tensor, and the comparison with it.
+"""The law as code: what each collective computes in one process that has the tensors of all ranks, and the comparison.
 
 A reference takes the list of all ranks' inputs and returns the list of all ranks' outputs, in plain torch.
 """
@@ -28,13 +28,13 @@ REDUCTIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call: of which function, on which shapes, and what it means."""
+    """A call to compare: function, shapes and arguments, and the reference in one process."""
 
     function: str
     shapes: Callable[[int], list[tuple[int, ...] | None]]  # for a world size, every rank's input
     reference: Callable[..., list[Tensor]]
     arguments: dict[str, Any] = field(default_factory=dict)
-    make: Callable[[Tensor], Tensor] = lambda x: x  # turns normal numbers into the interesting ones
+    make: Callable[[Tensor], Tensor] = lambda x: x  # turns random numbers into the input
 
     def __call__(self, x: Tensor, group: Any) -> Tensor:
         return getattr(collectives, self.function)(x, group=group, **self.arguments)
@@ -130,9 +130,9 @@ CASES = {
 }
 
 
-@cache  # a new group is a collective call of its own: make each once for the life of the process
+@cache  # making a group is a collective call: make each once in the life of the process
 def group_named(name: str) -> tuple[Any, list[int]]:
-    """A group argument of every form, and the global ranks it stands for on this rank (none: not a member)."""
+    """Return a `group` argument and the global ranks in it; no ranks if this rank is not a member."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if name == "world":
         return None, list(range(size))
@@ -151,26 +151,26 @@ def group_named(name: str) -> tuple[Any, list[int]]:
 
 
 def inputs_of(case: Case, size: int, seed: int = 0) -> list[Tensor]:
-    """Every rank's input, the same on every rank that asks, different from rank to rank."""
+    """Return the inputs of all ranks, which all differ. Every rank that calls this gets the same list."""
     generator = torch.Generator().manual_seed(seed)
     return [case.make(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in case.shapes(size)]
 
 
 def local_loss(y: Tensor, rank: int) -> Tensor:
-    """Not linear, and different on every rank, so that a wrong factor, order or sum shows."""
+    """Return a loss that is not linear and differs by rank, so that a wrong factor, order or sum shows."""
     weights = torch.arange(1.0, y.numel() + 1, dtype=y.dtype).reshape(y.shape).sqrt()
     return ((y * weights).sin() * (rank + 1) + (rank + 2) * y**3).sum()
 
 
 def first_and_second(losses: Tensor, xs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradient, and the gradient of the sum of its cubes."""
+    """Return the gradient, and the gradient of the sum of its cubes."""
     first = torch.autograd.grad(losses, xs, create_graph=True, materialize_grads=True)
     second = torch.autograd.grad(sum((g**3).sum() for g in first), xs, materialize_grads=True)
     return list(first), list(second)
 
 
 def matches_one_process(case_name: str, group_name: str) -> None:
-    """Runs on every rank: value, gradient and second gradient are those of one process with everything."""
+    """Compare value, gradient and second gradient with one process that has all inputs. Runs on every rank."""
     case = CASES[case_name]
     group, members = group_named(group_name)
     if not members:

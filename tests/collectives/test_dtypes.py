@@ -1,4 +1,4 @@
-"""Every dtype moves; what can be reduced is; strides, conjugation and emptiness do not matter."""
+"""Every dtype can be moved, and reduced where torch can add it, whatever the strides, conjugation or length."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""count_bytes counts anybody's collectives, on real ranks and in backward."""
+"""count_bytes counts all collectives of torch.distributed, on real ranks and in backward."""
 
 import torch
 import torch.distributed as dist
@@ -66,3 +66,16 @@ def nested() -> None:
 
 def test_counters_nest():
     run_ranks(nested, world_size=2)
+
+
+def uneven_all_gather_sends_the_payload() -> None:
+    """The all_gather of x-clip padded every rank to the longest."""
+    rows = (70, 10, 10)
+    x = torch.zeros(rows[dist.get_rank()], 4)
+    with count_bytes() as traffic:
+        all_gather(x, sizes=rows)
+    assert traffic.sent == 2 * x.numel() * 4 and traffic.received == (90 - len(x)) * 16
+
+
+def test_uneven_all_gather_sends_the_payload():
+    run_ranks(uneven_all_gather_sends_the_payload, world_size=3)

@@ -1,4 +1,4 @@
-"""The devices without hardware."""
+"""The fixture `pretend`: simulated devices."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Autograd counts the devices at the first backward of the process: be there before."""
-    # not by the names of fixtures: tests also ask for this one by request.getfixturevalue
+    """Load the simulated devices before the first backward of the process, when autograd counts the devices."""
+    # By path, not by fixture names: some tests get the fixture by request.getfixturevalue.
     if any(item.path.is_relative_to(HERE) for item in session.items):
-        with suppress(pretend_device.NoCompilerError):  # said by the fixture
+        with suppress(pretend_device.NoCompilerError):  # the fixture skips with this error
             pretend_device.load()
 
 
 @pytest.fixture
 def pretend() -> Iterator[ModuleType]:
-    """Four asynchronous devices, "pretend:0" to "pretend:3": see tests/dataparallel/pretend_device."""
+    """Provide four asynchronous devices, "pretend:0" to "pretend:3": see tests/dataparallel/pretend_device."""
     try:
         pretend_device.load()
     except pretend_device.NoCompilerError as problem:

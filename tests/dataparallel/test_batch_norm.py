@@ -13,8 +13,7 @@ from tests.collectives.one_process import group_named
 from unisono.collectives import MismatchError, all_gather, all_reduce, checked, count_bytes
 from unisono.collectives.groups import resolve_group
 from unisono.collectives.testing import gradcheck, gradgradcheck
-from unisono.dataparallel.batch_norm import SyncBatchNorm
-from unisono.dataparallel.batch_normalization import sync_batch_norm
+from unisono.dataparallel.batch_norm import SyncBatchNorm, sync_batch_norm
 
 SPLITS = {1: (5,), 2: (4, 3), 3: (5, 0, 3), 4: (0, 1, 5, 2)}
 CHANNELS = 3
@@ -276,7 +275,7 @@ def bad_calls():
         sync_batch_norm(x, None, None, torch.ones(2), training=True)
     with pytest.raises(ValueError, match="eps=0 must be positive"):
         sync_batch_norm(x, None, None, training=True, eps=0)
-    with pytest.raises(ValueError, match="running_mean=None, which training=False"):
+    with pytest.raises(ValueError, match="running_mean=None, but training=False"):
         sync_batch_norm(x, None, None, training=False)
     with checked():
         SyncBatchNorm(CHANNELS)(x + torch.arange(4.0).view(-1, 1)).sum().backward()
@@ -296,3 +295,65 @@ def deep_copies():
 
 def test_deep_copies_share_the_group(ranks):
     ranks(deep_copies, world_size=2)
+
+
+def transforms():
+    """torch.func and forward mode see the formula: the same gradient and the tangent of one process."""
+    rank = dist.get_rank()
+    whole, tangent = batch(5), batch(5, seed=1)
+    mine, own_tangent = whole.split([2, 3])[rank], tangent.split([2, 3])[rank]
+
+    def loss(norm, x):
+        return (norm(x, None, None, training=True) ** 3).sum()
+
+    close(
+        torch.func.grad(lambda x: loss(sync_batch_norm, x))(mine),
+        torch.func.grad(lambda x: loss(F.batch_norm, x))(whole).split([2, 3])[rank],
+    )
+    wanted = torch.func.jvp(lambda x: F.batch_norm(x, None, None, training=True), (whole,), (tangent,))[1]
+    found = torch.func.jvp(lambda x: sync_batch_norm(x, None, None, training=True), (mine,), (own_tangent,))[1]
+    close(found, wanted.split([2, 3])[rank])
+    with torch.autograd.forward_ad.dual_level():
+        y = sync_batch_norm(torch.autograd.forward_ad.make_dual(mine, own_tangent), None, None, training=True)
+        close(torch.autograd.forward_ad.unpack_dual(y).tangent, found)
+
+
+def test_torch_func_and_forward_mode(ranks):
+    ranks(transforms, world_size=2)
+
+
+def compiled(sizes, options, backend):
+    torch._dynamo.reset()
+    x = batch(sum(sizes), (4,)).split(list(sizes))[dist.get_rank()].requires_grad_()
+    eager = SyncBatchNorm(CHANNELS, dtype=torch.float64, **options)
+    twin = copy.deepcopy(eager)
+    traced = torch.compile(twin, fullgraph=True, backend=backend)
+    for _ in range(2):
+        found = []
+        for norm in (eager, traced):
+            y = norm(x)
+            found.append([y.detach(), *torch.autograd.grad((y**3).sum(), [x, *norm.parameters()])])
+        for ours, wanted in zip(*found, strict=True):
+            close(ours, wanted)
+    for ours, wanted in zip(twin.buffers(), eager.buffers(), strict=True):
+        close(ours, wanted)
+
+
+def test_compiles_to_a_whole_graph(ranks):
+    ranks(compiled, (2, 3), {}, "aot_eager", world_size=2)
+    ranks(compiled, (4, 0), {"momentum": None}, "aot_eager", world_size=2)
+
+
+def one_rank_compiles():
+    """As where one rank has reached the limit of recompilations: the ranks' messages must still fit."""
+    torch._dynamo.reset()
+    rank, whole = dist.get_rank(), batch(5, (4,)).requires_grad_()
+    norm = SyncBatchNorm(CHANNELS, dtype=torch.float64)
+    x = whole.detach().split([2, 3])[rank].clone().requires_grad_()
+    y = (torch.compile(norm, fullgraph=True, backend="aot_eager") if rank else norm)(x)
+    expected = F.batch_norm(whole, None, None, training=True)
+    close(torch.autograd.grad((y**3).sum(), x)[0], torch.autograd.grad((expected**3).sum(), whole)[0].split([2, 3])[rank])
+
+
+def test_one_rank_may_run_compiled_code_while_another_does_not(ranks):
+    ranks(one_rank_compiles, world_size=2)

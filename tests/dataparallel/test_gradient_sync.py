@@ -314,10 +314,10 @@ def counts_and_reuses():
                 pass
             after()
         assert traffic.by_op["all_reduce"].calls == 5, "three of 800 bytes in a bucket, and a large one alone"
-        return sorted(buffer.data_ptr() for buffer in sync._buffers.kept.values())
+        return sorted(buffer.data_ptr() for buffer in sync._buffers.tensors.values())
 
     first = step(nullcontext(), sync)
-    assert len(first) == 3 and sum(buffer.numel() for buffer in sync._buffers.kept.values()) == 900
+    assert len(first) == 3 and sum(buffer.numel() for buffer in sync._buffers.tensors.values()) == 900
     assert step(nullcontext(), sync) == first
     third = step(sync.overlap(), lambda: None)
     assert set(first) < set(third) and step(sync.overlap(), lambda: None) == third == step(nullcontext(), sync)
@@ -431,7 +431,7 @@ def raises_here_sooner_than_there():
         if dist.get_rank() == 0:
             (p * 1000).sum().backward()
         raise ZeroDivisionError
-    with pytest.raises(MismatchError, match=r"after blocks that raised when 1 buckets had left"):
+    with pytest.raises(MismatchError, match=r"after blocks that raised when 1 buckets had been sent"):
         sync()
 
 
@@ -498,7 +498,7 @@ def rejects():
     fails(r"parameters\[1\]: expected a Tensor, got NotATensor", [ready(2)] + [NotATensor()] * rank)
     fails("lazy module", [ready(2), nn.UninitializedParameter()])
     fails("not a leaf", [ready(2) * 1])
-    fails("cannot be added up", [nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn))])
+    fails("cannot be reduced", [nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn))])
     fails("none for a tensor on meta", [nn.Parameter(torch.ones(2, device="meta"))])
     fails(r"(?s)bad call on rank 1.*parameters\[1\] is a DTensor.*leave it out", [ready(2)] + [table] * rank, TypeError)
     resized, other = ready(2), ready(2)
@@ -590,5 +590,5 @@ def test_placement_on_fake_cuda(fake_world):
             pass
     assert traffic.by_op["all_reduce"].calls == 3 + 3 + 1, "small is not expected in the block, and goes when it is left"
     assert [p.grad for p in parameters] == kept
-    assert {str(device) for device, _, _ in sync._buffers.kept} == {"cuda:0", "cuda:1", "cpu"}
-    assert all(buffer.device == device for (device, _, _), buffer in sync._buffers.kept.items())
+    assert {str(device) for device, _, _ in sync._buffers.tensors} == {"cuda:0", "cuda:1", "cpu"}
+    assert all(buffer.device == device for (device, _, _), buffer in sync._buffers.tensors.items())

@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
 from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from tests.dataparallel.places import KINDS, devices_of
+from tests.dataparallel.device_kinds import KINDS, devices_of
 from unisono.collectives import count_bytes
-from unisono.dataparallel import ReplicaSet, Replicate, SyncBatchNorm, convert_sync_batchnorm
+from unisono.dataparallel import ReplicaSet, Replicate, SyncBatchNorm, convert_sync_batchnorm, parallel_apply
+from unisono.dataparallel.replicas.replicate import ModuleTemplate
 
 
 class Tied(nn.Module):
@@ -288,7 +290,7 @@ class Counting(nn.Module):
         return F.batch_norm(x, self.mean, self.variance, training=self.training, momentum=1.0) + self.mask.exp().sum()
 
 
-def test_what_a_call_changes_in_buffers_is_taken_back():
+def test_what_a_call_changes_in_buffers_is_written_back():
     module, x = Counting(), torch.randn(7, 3)
     mask = module.mask.clone()
     ReplicaSet(module, ["cpu"] * 2)(x)
@@ -324,7 +326,7 @@ def test_hooks_of_others_see_every_replica_and_new_attributes_are_followed():
 
 
 def test_replicas_in_threads_do_not_mix_up():
-    """One module shared by threads gives wrong results nearly every time; see test_predecessors."""
+    """One module shared by threads gives wrong results nearly every time: the race test below."""
     module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
     replicas, x = ReplicaSet(module, ["cpu"] * 4), torch.randn(64, 16)
     with torch.no_grad():
@@ -473,7 +475,7 @@ def test_errors_of_replicas_and_of_arguments():
         ReplicaSet(nn.LazyLinear(2), ["cpu"] * 2)(torch.ones(2, 3))
     stubborn = regression()
     stubborn.lock = threading.Lock()
-    with pytest.raises(TypeError, match="ReplicaSet: module: a Sequential that cannot be copied"):
+    with pytest.raises(TypeError, match="ReplicaSet: module: cannot copy this Sequential"):
         ReplicaSet(stubborn, ["cpu"] * 2)(torch.ones(2, 5))
 
 
@@ -496,3 +498,45 @@ def test_drop_in_for_data_parallel():
     compiled = ReplicaSet(torch.compile(module, backend="eager"), ["cpu"] * 2)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), F.linear(F.gelu(F.linear(x, *module[0].parameters())), *module[2].parameters()))
+
+
+class Flagged(nn.Module):
+    def forward(self, x: Tensor, flag: bool, *, scale: Tensor | None = None) -> Tensor:
+        y = x if flag else -x
+        return y if scale is None else y * scale
+
+
+def test_one_row_and_a_flag_give_no_replica_without_input():
+    """nn.DataParallel ran replicas that had got no tensor, only the flag."""
+    replicas = ReplicaSet(Flagged(), ["cpu"] * 4)
+    assert replicas(torch.ones(1), True).tolist() == [1]
+    # arguments and keyword arguments are split alike
+    assert replicas(torch.ones(3), False, scale=torch.arange(3.0)).tolist() == [0, -1, -2]
+
+
+def test_threads_that_share_a_module_race_and_templates_do_not():
+    """functional_call puts tensors into the one module: threads overwrite each other's. Every replica has its own."""
+    module, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(5, 3)
+    states = [{name: p.detach() * (k + 1) for name, p in module.named_parameters()} for k in range(4)]
+    expected = [functional_call(module, state, (x,)) for state in states]
+    templates = [ModuleTemplate(module) for _ in states]
+    barrier = threading.Barrier(4, timeout=30)  # all have put theirs in before any goes on
+
+    def call(module: nn.Module) -> Tensor:
+        barrier.wait()
+        return module(x)
+
+    def fill(template: ModuleTemplate, state: dict[str, Tensor]) -> Tensor:
+        return template.call({id(p): state[name] for name, p in module.named_parameters()}, call)
+
+    found = parallel_apply([partial(fill, t) for t in templates], states, ["cpu"] * 4)
+    torch.testing.assert_close(found, expected)
+    shared = copy.deepcopy(module)
+
+    def wait(*_: object) -> None:
+        barrier.wait()
+
+    shared.register_forward_pre_hook(wait)
+    shared.register_forward_hook(wait)
+    found = parallel_apply([partial(functional_call, shared)] * 4, [(state, (x,)) for state in states], ["cpu"] * 4)
+    assert sum(map(torch.allclose, found, expected)) <= 1  # what was put in last served all

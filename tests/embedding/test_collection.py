@@ -1,11 +1,13 @@
 """Many tables in one collection: one exchange, any mixture of layouts, and what one process gives."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.embedding.whole_table import embedding_bag, layouts
+from tests.embedding.reference import DIM, ROWS, embedding_bag, layouts, local_gradient
 from unisono.collectives import count_bytes
 from unisono.embedding import SGD, EmbeddingCollection, Layout, Ragged, Table
 
@@ -199,3 +201,52 @@ def reset_rows() -> None:
 
 def test_rows_can_be_reset_wherever_they_lie(ranks):
     ranks(reset_rows, world_size=2)
+
+
+def make_two_tables(plan: Any, **options: Any) -> EmbeddingCollection:
+    tables = [Table("a", ROWS, 3), Table("b", 7, DIM, padding_idx=2, max_norm=0.5)]
+    return EmbeddingCollection(tables, plan=plan, grad_reduce="sum", dtype=torch.float64, **options)
+
+
+def make_pair(plan: str, **options: Any) -> EmbeddingCollection:
+    return EmbeddingCollection([Table("a", ROWS, 3), Table("b", 7, DIM, mode="mean")], plan=plan, **options)
+
+
+def padding_and_max_norm_in_a_collection() -> None:
+    """TorchRec has neither padding_idx nor max_norm."""
+    for plan in ("row", "column", "table", "replicated"):
+        module = make_two_tables(plan)
+        before = module.tables["b"].full_weight()
+        out = module({"a": torch.tensor([3]), "b": torch.tensor([[2, 4, 2]])})["b"]
+        out.sum().backward()
+        after = module.tables["b"].full_weight()
+        assert not before[2].any() and float(before[4].norm()) > 0.5
+        torch.testing.assert_close(after[4].norm(), torch.tensor(0.5, dtype=torch.float64))
+        torch.testing.assert_close(out[0], after[4])
+        assert local_gradient(module.tables["b"]).any(1).tolist() == [k == 4 for k in range(7)]
+
+
+def fewer_tables_than_ranks_and_tables_on_some_ranks_only() -> None:
+    """Other libraries need a table for each rank."""
+    rank = dist.get_rank()
+    for plan in ({"a": Layout.table(2), "b": Layout.table(2)}, {"a": Layout.row([2, 0]), "b": Layout.table(0)}):
+        module = make_two_tables(plan)
+        assert rank != 1 or not any(table.local.numel() for table in module.tables.values())
+        out = module({"a": torch.tensor([rank, 3]), "b": torch.tensor([0, 1])})
+        assert torch.equal(out["a"], module.tables["a"].full_weight()[[rank, 3]])
+
+
+def test_one_feature_by_its_name():
+    """features="user" made a feature of each letter."""
+    assert Table("a", ROWS, DIM, features="user").features == ("user",)
+
+
+REGRESSIONS = [
+    padding_and_max_norm_in_a_collection,
+    fewer_tables_than_ranks_and_tables_on_some_ranks_only,
+]
+
+
+@pytest.mark.parametrize("body", REGRESSIONS, ids=lambda body: body.__name__)
+def test_regression(body, ranks):
+    ranks(body, world_size=3)

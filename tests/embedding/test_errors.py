@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.embedding.reference import DIM, ROWS, layouts
 from unisono.collectives import MismatchError
 from unisono.embedding import (
     SGD,
@@ -16,7 +17,6 @@ from unisono.embedding import (
     ShardedEmbeddingBag,
     Table,
 )
-from unisono.embedding.sharding.layouts import RowLayout, TableLayout
 
 IDS, OFFSETS, WEIGHTS = torch.tensor([1, 5, 2]), torch.tensor([0, 2]), torch.ones(3)
 BAGS = Ragged(IDS, torch.tensor([0, 2, 3]))
@@ -98,7 +98,7 @@ TABLES = [Table("user", 7, 2), Table("item", 9, 4, ["seen"], mode="mean"), Table
 
 
 def modules(plan: str | Layout):
-    """Each with its good arguments and its bad ones."""
+    """Yield modules, each with its good arguments and its bad ones."""
     bag = ShardedEmbeddingBag(7, 2, mode="sum", plan=plan)
     yield ShardedEmbedding(7, 2, plan=plan), [IDS], BAD_IDS
     yield bag, [IDS, OFFSETS], BAD_BAGS
@@ -171,21 +171,6 @@ def test_all_ranks_differentiate_or_none(ranks):
     ranks(gradients_on_some_ranks, world_size=2)
 
 
-def prefetched() -> None:
-    collection = EmbeddingCollection(TABLES, plan="row")
-    batch = {**BATCH, "user": torch.tensor([77])} if dist.get_rank() == 1 else {**BATCH}
-    collection.prefetch(batch)
-    with pytest.raises(IndexError, match="rank 1: id 77"):
-        collection(batch)
-    for begun in (batch, BATCH):  # one that nobody looks up in the end has no say
-        collection.prefetch(begun)
-        assert collection(BATCH)["user"].shape == (2, 2)
-
-
-def test_a_bad_prefetched_batch_raises_when_it_is_used(ranks):
-    ranks(prefetched, world_size=2)
-
-
 def copies_differ() -> None:
     torch.manual_seed(dist.get_rank())
     for dense, ours in ((nn.Embedding(4, 2), ShardedEmbedding), (nn.EmbeddingBag(4, 2), ShardedEmbeddingBag)):
@@ -223,7 +208,7 @@ def test_different_tables_on_ranks_are_rejected(ranks):
 
 
 # what torch.nn rejects: (mode, include_last_offset, arguments)
-REFUSED = [
+REJECTED = [
     ("sum", False, [IDS]),
     ("sum", False, [IDS[None], OFFSETS]),
     ("sum", False, [IDS.view(1, 1, 3)]),
@@ -242,7 +227,7 @@ REFUSED = [
 
 
 def test_what_torch_rejects_is_rejected():
-    for mode, last, arguments in REFUSED:
+    for mode, last, arguments in REJECTED:
         dense = nn.EmbeddingBag(7, 2, mode=mode, include_last_offset=last) if mode else nn.Embedding(7, 2)
         ours = (ShardedEmbeddingBag if mode else ShardedEmbedding).from_dense(dense)
         with pytest.raises((ValueError, RuntimeError, IndexError)):
@@ -257,18 +242,6 @@ A, B = Table("a", 5, 2), Table("b", 5, 2)
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: ShardedEmbedding(5, 2, plan="rows"), "ShardedEmbedding: plan='rows' is neither a Layout nor one of 'row',"),
-        (lambda: ShardedEmbedding(5, 2, plan=Layout.row([0, 1])), r"ranks=\(0, 1\) must be different ranks below 1"),
-        (lambda: ShardedEmbedding(5, 2, plan=Layout.column([0, 0])), "must be different ranks below 1"),
-        (lambda: ShardedEmbedding(5, 2, plan=Layout.table(3)), "must be different ranks below 1"),
-        (lambda: ShardedEmbedding(5, 2, plan=Layout.row([])), "must have one rank at least"),
-        (lambda: ShardedEmbedding(5, 2, plan="grid"), "plan='grid' is gone, .* choose one of 'row', 'column', "),
-        (lambda: ShardedEmbedding(5, 2, plan=Layout.table(answers="sums")), "answers='sums' is neither 'rows' nor 'bags'"),
-        (
-            lambda: ShardedEmbedding(5, 2, plan=RowLayout(answers="bags")),
-            "answers='bags' needs all rows of the table on one",
-        ),
-        (lambda: ShardedEmbedding(5, 2, plan=TableLayout((0, 1))), "does not fit kind='table', which lies on one rank"),
         (lambda: ShardedEmbedding(5, 2, max_norm=1.0, norm_type=0.0), "norm_type=0.0 must be positive"),
         (lambda: ShardedEmbedding(5, 2, grad_reduce="avg"), "ShardedEmbedding: grad_reduce='avg' is neither 'mean' nor 'sum'"),
         (lambda: ShardedEmbedding(5, 2, padding_idx=5), "padding_idx=5 must be within the 5 rows"),
@@ -298,3 +271,27 @@ A, B = Table("a", 5, 2), Table("b", 5, 2)
 def test_bad_arguments(call, text):
     with pytest.raises(ValueError, match=text):
         call()
+
+
+def error_has_the_right_numbers() -> None:
+    """torch's ShardedTensor named the dim where the rows were meant, DTensor returned zeros."""
+    for layout in layouts(dist.get_world_size()).values():
+        module = ShardedEmbeddingBag(ROWS, DIM, plan=layout)
+        with pytest.raises(IdOutOfRange, match=r"id 11 at position 1 .* has 11 rows, 0 to 10"):
+            module(torch.tensor([[10, 11]]))
+        with pytest.raises(IdOutOfRange, match=r"id 11 at position 0 .* has 11 rows, 0 to 10"):
+            ShardedEmbedding(ROWS, DIM, plan=layout)(torch.tensor([ROWS]))
+
+
+def no_bad_id_reads_another_row() -> None:
+    """TorchRec silently returns other rows."""
+    for plan in ("row", "column", "table", "replicated"):
+        for number in (999, -5):
+            with pytest.raises(IndexError, match=f"id {number} .*feature 'a' .*table 'a' has 11 rows"):
+                EmbeddingCollection([Table("a", ROWS, 3)], plan=plan)({"a": torch.tensor([3, number])})
+
+
+@pytest.mark.parametrize("body", [error_has_the_right_numbers, no_bad_id_reads_another_row], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("size", [1, 3])
+def test_regression(body, size, ranks):
+    ranks(body, world_size=size)

@@ -1,4 +1,4 @@
-"""IdMap: on any ranks, what plain dictionaries in one process do that see the whole batches."""
+"""IdMap on any number of ranks does what plain dictionaries in one process do that see the whole batches."""
 
 import copy
 from collections import Counter
@@ -15,15 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono.collectives import MismatchError, all_gather, checked, count_bytes
 from unisono.collectives.testing import run_ranks
-from unisono.embedding import IdMap, hash_strings
+from unisono.embedding import IdMap
 
-GOLDEN = [-5426141060434712860, 3405396810240292928, 7825149098174313437, -3848761963538761655, 7497787021708494914]
 GOLDEN_ROWS = [302, 1, 301, 601, 701, 101]
 EVICTIONS = [None, "least_recent", "least_frequent"]
 
 
 def shard_of(key: int, shards: int) -> int:
-    """By splitmix64, whose high bits say how far from the smallest to the largest signed number the hash is."""
+    """Hash with splitmix64, then divide the range of signed hashes into `shards` equal parts."""
     x = (key + 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
@@ -32,7 +31,7 @@ def shard_of(key: int, shards: int) -> int:
 
 
 class PlainMap:
-    """What the ranks must reproduce: for each shard a list of rows, a list of candidates, and what is known of both."""
+    """The reference: for each shard a list of rows and a list of candidates, with counts and last calls."""
 
     def __init__(self, capacity: int, *, threshold: int = 1, eviction: Any = None, candidates: int = 0, shards: int = 64):
         self.threshold, self.eviction, self.shards, self.now = threshold, eviction, min(shards, capacity - 1), 0
@@ -49,7 +48,7 @@ class PlainMap:
         return self.first[shard] + self.rows[shard].index(key) if key in self.rows[shard] else 0
 
     def train(self, keys: list[int]) -> list[int]:
-        """The rows that changed hands."""
+        """Count and admit `keys`; return the rows that were reassigned."""
         self.now += 1
         handed = []
         for key, n in Counter(keys).items():
@@ -91,14 +90,14 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def batch(step: int) -> Tensor:
-    """Few different ids or many, some of them far away; sometimes none."""
+    """Draw few or many different ids, some of them huge; sometimes none."""
     generator = torch.Generator().manual_seed(step)
     numbers = (torch.rand(step * 37 % 90, generator=generator) ** 3 * [25, 120, 300][step % 3]).long()
     return numbers * (2**63 // 299) * (1 - 2 * (numbers % 2))
 
 
 def split(rows: int, step: int, world: int) -> list[int]:
-    """Uneven, another one at each step, with empty ranks."""
+    """Split unevenly, in another way at each step, with empty ranks."""
     cuts = sorted((rows * (7 * step + 5 * rank) % (rows + 1)) for rank in range(1, world))
     return [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
 
@@ -112,7 +111,7 @@ def step_both(id_map: IdMap, plain: PlainMap, whole: Tensor, sizes: list[int]) -
 
 
 def evolves(options: dict[str, Any], start: int, steps: int, id_map: IdMap | None = None) -> tuple[IdMap, PlainMap, int]:
-    """Replays the first steps in the dictionaries only."""
+    """Compare `steps` steps, after replaying the first `start` in the dictionaries only."""
     _, world = rank_and_world()
     id_map, plain, handed = id_map or IdMap(**options), PlainMap(**options), 0
     for step in range(start):
@@ -317,7 +316,7 @@ def test_different_ids_travel_once(ranks):
 
 
 def test_index_finds_everything_after_many_evictions():
-    """So many that it has to be swept several times."""
+    """There are so many that the hash table has to be swept several times."""
     id_map, generator, handed = IdMap(2001, eviction="least_recent", shards=4), torch.Generator().manual_seed(0), 0
     for _ in range(30):
         ids = torch.randint(-(2**63), 2**63 - 1, (400,), generator=generator)
@@ -336,13 +335,6 @@ def test_any_shape_and_integer():
         assert id_map(torch.tensor([[8, 7]])).tolist() == [[2, 1]]
     assert id_map(torch.zeros(2, 0, 3, dtype=torch.int64)).shape == (2, 0, 3)
     assert id_map(torch.tensor(7)).shape == () and id_map(torch.tensor([9, 8], dtype=torch.int16)).tolist() == [3, 2]
-
-
-def test_hash_strings_never_change():
-    assert hash_strings(["", "a", "Übergröße", "🐙", "\ud800"]).tolist() == GOLDEN
-    assert hash_strings([]).dtype == torch.int64 and hash_strings([]).shape == (0,)
-    with pytest.raises(TypeError, match="hash_strings: texts='abc' must be a sequence"):
-        hash_strings("abc")
 
 
 def test_rows_never_change():

@@ -1,11 +1,14 @@
 """Fused and unfused optimizers give, over several steps, what one process gives with the whole table and batch."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.embedding.whole_table import DIM, ROWS, layouts
+from tests.embedding.reference import DIM, ROWS, layouts
+from tests.embedding.test_collection import make_pair
 from unisono.embedding import (
     SGD,
     Adagrad,
@@ -16,12 +19,13 @@ from unisono.embedding import (
     ShardedEmbeddingBag,
     Table,
 )
+from unisono.embedding.optimizers import ParameterGradients
 
 STEPS = 4
 
 
 class PlainRowwiseAdagrad(torch.optim.Optimizer):
-    """By the formula, on whole tables."""
+    """The formula of row-wise Adagrad, on whole tables."""
 
     def __init__(self, params, lr, eps=1e-8):
         super().__init__(params, {"lr": lr, "eps": eps})
@@ -44,7 +48,7 @@ RULES = {
 
 
 def draw_batches(size: int) -> list[list[torch.Tensor]]:
-    """Of each step and rank: bags of three ids, a rank with none."""
+    """Draw bags of three ids for each step and rank; one rank has none."""
     draw = torch.Generator().manual_seed(3)
     return [[torch.randint(ROWS, ((2 + rank + step) % 4, 3), generator=draw) for rank in range(size)] for step in range(STEPS)]
 
@@ -54,7 +58,7 @@ def target(step: int, rows: int) -> torch.Tensor:
 
 
 def train_whole(dense, optimizer, size, schedule=None):
-    """The mean of the squared distance over the whole batch, as grad_reduce="sum" wants it."""
+    """Train on the sum of squared distances over the whole batch, which goes with grad_reduce="sum"."""
     for step, parts in enumerate(draw_batches(size)):
         ids = torch.cat(parts)
         optimizer.zero_grad()
@@ -64,7 +68,7 @@ def train_whole(dense, optimizer, size, schedule=None):
             schedule.step()
 
 
-def train_spread(module, size, optimizer=None, schedule=None):
+def train_sharded(module, size, optimizer=None, schedule=None):
     for step, parts in enumerate(draw_batches(size)):
         rank, sizes = dist.get_rank(), [len(x) for x in parts]
         if optimizer:
@@ -87,7 +91,7 @@ def fused_matches(rule: str) -> None:
         optimizer = plain(dense.parameters())
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         train_whole(dense, optimizer, size, schedule)
-        train_spread(module, size, schedule=torch.optim.lr_scheduler.StepLR(module.optimizer, 2))
+        train_sharded(module, size, schedule=torch.optim.lr_scheduler.StepLR(module.optimizer, 2))
         assert module.weight.grad is None
         torch.testing.assert_close(module.full_weight(), dense.weight.detach(), msg=lambda text, name=name: f"{name}: {text}")
 
@@ -99,7 +103,7 @@ def test_fused_optimizer_matches_one_process(rule, size, ranks):
 
 
 def decay_matches() -> None:
-    """Weight decay on the rows that were looked up: with every row looked up in every step, that of torch."""
+    """If every step looks up every row, weight decay is that of torch."""
     size = dist.get_world_size()
     for layout in layouts(size).values():
         torch.manual_seed(1)
@@ -142,7 +146,7 @@ def unfused_matches(sparse: bool) -> None:
             dense = nn.EmbeddingBag(ROWS, DIM, mode="sum", dtype=torch.float64, sparse=sparse)
             module = ShardedEmbeddingBag.from_dense(dense, layout, grad_reduce="sum")
             train_whole(dense, make(dense.parameters()), size)
-            train_spread(module, size, make(module.parameters()))
+            train_sharded(module, size, make(module.parameters()))
             torch.testing.assert_close(module.full_weight(), dense.weight.detach())
 
 
@@ -177,3 +181,17 @@ def half_precision_state() -> None:
 
 def test_sixteen_bit_weights_have_wide_state(ranks):
     ranks(half_precision_state, world_size=2)
+
+
+def frozen_tables_get_no_gradient() -> None:
+    """A dense gradient was made and thrown away, which mattered for large tables."""
+    collection = make_pair("row")
+    collection.weight("a").requires_grad_(False)
+    out = collection({"a": torch.tensor([1]), "b": torch.tensor([0])})
+    with mock.patch.object(ParameterGradients, "_gradient", autospec=True, return_value=None) as made:
+        (out["a"].sum() + out["b"].sum()).backward()
+    assert [call.args[2] is None for call in made.call_args_list] == [True, False]
+
+
+def test_frozen_tables_get_no_gradient(ranks):
+    ranks(frozen_tables_get_no_gradient, world_size=3)

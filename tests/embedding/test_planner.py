@@ -1,4 +1,4 @@
-"""plan_tables: every plan fits, runs and is the same on all ranks; ranks are equally busy; the account is true."""
+"""plan_tables: every plan fits, runs and is the same on all ranks; ranks are equally busy; the reported bytes are right."""
 
 import random
 import re
@@ -81,15 +81,15 @@ def draw_bags(table, rank):
 
 
 def run_step(shapes, tight):
-    """Outputs and updated tables against torch's own functions on whole tables and batches."""
+    """Compare outputs and updated tables with torch's own functions on whole tables and batches."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tables = [Table(f"t{k}", rows, dim, **kind) for k, (rows, dim, kind) in enumerate(shapes)]
     batches = [{t.name: draw_bags(t, r) for t in tables} for r in range(size)]
     cap = None
     if tight:
-        with pytest.raises(ValueError, match="would do") as refused:
+        with pytest.raises(ValueError, match="would do") as caught:
             plan_tables(tables, size, memory_per_rank=0, dtype=torch.float64, optimizer=SGD(lr=1))
-        cap = int(re.search(r"memory_per_rank=(\d+) would do", str(refused.value))[1])
+        cap = int(re.search(r"memory_per_rank=(\d+) would do", str(caught.value))[1])
     options = {"optimizer": SGD(lr=1.0), "dtype": torch.float64, "grad_reduce": "sum"}
     collection = EmbeddingCollection(tables, sample=batches[rank], batch_size=12, memory_per_rank=cap, **options)
     weights = {t.name: collection.tables[t.name].full_weight().requires_grad_() for t in tables}

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.embedding.whole_table import embedding_bag, local_gradient
+from tests.embedding.reference import embedding_bag, local_gradient
 from unisono.collectives.testing import run_ranks
 from unisono.embedding import (
     SGD,
@@ -28,7 +28,7 @@ OPTIONS = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
 
 @st.composite
 def layouts(draw: Any, size: int) -> Layout:
-    """Of any kind, on any ranks in any order."""
+    """Draw a layout of any kind, on any ranks in any order."""
     order = draw(st.permutations(range(size)))[: draw(st.integers(1, size))]
     answers = draw(st.sampled_from([None, "rows"]))
     return draw(
@@ -45,7 +45,7 @@ def layouts(draw: Any, size: int) -> Layout:
 
 @st.composite
 def tables(draw: Any, size: int, most_features: int) -> dict[str, Any]:
-    """Many are alike, so that they form families."""
+    """Draw a table; many are alike, so that they form groups."""
     mode = draw(st.sampled_from(["sum", "sum", "mean", "max", None]))
     rows = draw(st.integers(1, 9))
     by_frequency = mode != "max" and draw(st.sampled_from([False, False, True]))
@@ -103,7 +103,7 @@ def join(parts: list[Ragged]) -> Ragged:
 
 
 def look_up_whole(spec: dict[str, Any], weight: Tensor, bags: Ragged) -> Tensor:
-    """By torch, in one process."""
+    """Look up with torch, in one process."""
     options = {key: spec[key] for key in OPTIONS}
     if spec["mode"] is None:
         return nn.functional.embedding(bags.values, weight, **options)
@@ -112,7 +112,7 @@ def look_up_whole(spec: dict[str, Any], weight: Tensor, bags: Ragged) -> Tensor:
 
 
 class Expected:
-    """What this rank must get for one feature; the gradient and the changes of the whole table go to `weight`."""
+    """What this rank must get for one feature. `weight` gets the gradient and the changes of the whole table."""
 
     def __init__(self, case: dict[str, Any], spec: dict[str, Any], feature: int, weight: Tensor) -> None:
         size, rank = dist.get_world_size(), dist.get_rank()
@@ -141,7 +141,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def call(module: ShardedEmbedding | ShardedEmbeddingBag, bags: Ragged, form: str) -> Tensor:
-    """As each form of arguments has it."""
+    """Call the module with the arguments in one of their forms."""
     if isinstance(module, ShardedEmbedding):
         return module(bags.values)
     if form == "matrix":

@@ -1,4 +1,4 @@
-"""Figures of pictures: what plain formulas over all rows give, on any number of ranks and any split."""
+"""The metrics: torch-fidelity, plain loops and known values; the same on any number of ranks and any split."""
 
 import math
 import re
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono_models.gan.metrics.frechet_distance import frechet_distance, take_moments
+from unisono_models.gan.metrics.frechet_distance import feature_moments, frechet_distance
 from unisono_models.gan.metrics.kernel_distance import kernel_distance
 from unisono_models.gan.metrics.label_accuracy import label_metrics
-from unisono_models.gan.metrics.precision_recall import neighbour_metrics, neighbour_radii
+from unisono_models.gan.metrics.precision_recall import neighbour_radii, precision_recall
 
 REAL, FAKE, WIDTH = 41, 30, 6
 # rows of each rank: of the real ones, and of the fakes
@@ -33,7 +33,7 @@ def features(rows: int, seed: int, *, shift: float = 0.0) -> Tensor:
 
 
 def both() -> tuple[Tensor, Tensor]:
-    """Some of the fakes are copies of real ones: then balls end where a fake is, and rounding would decide."""
+    """Return real and fake features. Some fakes are copies: they lie exactly at the edge of a ball, where rounding shows."""
     real, fake = features(REAL, 1), features(FAKE, 2, shift=0.4)
     return real, torch.cat([fake[:-8], real[3:11]])
 
@@ -41,9 +41,9 @@ def both() -> tuple[Tensor, Tensor]:
 def measure(real: Tensor, fake: Tensor, tile: int) -> dict[str, float]:
     logits, labels = fake[:, :4], (fake[:, 4] > 0).long()
     return {
-        "frechet_distance": frechet_distance(take_moments(fake), take_moments(real)),
+        "frechet_distance": frechet_distance(feature_moments(fake), feature_moments(real)),
         "kernel": kernel_distance(real, fake, tile=tile),
-        **neighbour_metrics(real, fake, k=3, tile=tile),
+        **precision_recall(real, fake, k=3, tile=tile),
         **label_metrics(logits, labels, real_counts=torch.tensor([5, 3, 0, 9])),
     }
 
@@ -83,7 +83,7 @@ def test_metrics_match_torch_fidelity() -> None:
 
 def test_density_and_coverage_match_plain_loops() -> None:
     real, fake = both()
-    found = neighbour_metrics(real, fake, k=2, tile=8)
+    found = precision_recall(real, fake, k=2, tile=8)
     radii = [sorted(math.dist(a, b) for j, b in enumerate(real.tolist()) if j != i)[1] for i, a in enumerate(real.tolist())]
     inside = [[math.dist(a, b) <= r + 1e-12 for a, r in zip(real.tolist(), radii, strict=True)] for b in fake.tolist()]
     assert found["density"] == pytest.approx(np.sum(inside) / (2 * FAKE))
@@ -93,37 +93,37 @@ def test_density_and_coverage_match_plain_loops() -> None:
 
 def test_known_values() -> None:
     real = features(REAL, 1)
-    moments = take_moments(real)
+    moments = feature_moments(real)
     assert frechet_distance(moments, moments) == pytest.approx(0, abs=1e-12)
-    assert frechet_distance(moments, take_moments(real + 3)) == pytest.approx(9 * WIDTH)
-    assert frechet_distance(moments, take_moments(real * 3)) == pytest.approx(
+    assert frechet_distance(moments, feature_moments(real + 3)) == pytest.approx(9 * WIDTH)
+    assert frechet_distance(moments, feature_moments(real * 3)) == pytest.approx(
         float(4 * (moments.mean.square().sum() + moments.covariance.trace()))
     )
     flat = torch.zeros_like(real)
     flat[:, 0] = real[:, 0]  # a covariance of rank 1
-    assert frechet_distance(take_moments(flat), take_moments(flat * 2 + 1e6)) == pytest.approx(
+    assert frechet_distance(feature_moments(flat), feature_moments(flat * 2 + 1e6)) == pytest.approx(
         float(flat[:, 0].var()) + float((flat + 1e6).mean(0).square().sum()), rel=1e-9
     )
-    same = neighbour_metrics(real, real.clone(), k=3)
+    same = precision_recall(real, real.clone(), k=3)
     assert (same["precision"], same["recall"], same["coverage"]) == (1, 1, 1)
-    far = neighbour_metrics(real, real + 1e6, k=3)
+    far = precision_recall(real, real + 1e6, k=3)
     assert set(far.values()) == {0}
-    broken = neighbour_metrics(real, real * math.nan, k=3)
-    assert set(broken.values()) == {0} and math.isnan(frechet_distance(moments, take_moments(real * math.nan)))
+    broken = precision_recall(real, real * math.nan, k=3)
+    assert set(broken.values()) == {0} and math.isnan(frechet_distance(moments, feature_moments(real * math.nan)))
 
 
-def test_moments_far_from_zero_lose_nothing() -> None:
+def test_moments_far_from_zero_keep_their_digits() -> None:
     real = features(REAL, 1)
-    assert torch.allclose(take_moments(real + 2.0**24).covariance, take_moments(real).covariance, rtol=1e-6)
+    assert torch.allclose(feature_moments(real + 2.0**24).covariance, feature_moments(real).covariance, rtol=1e-6)
 
 
-def test_labels_that_are_not_finite_are_wrong() -> None:
+def test_logits_that_are_not_finite_count_as_wrong() -> None:
     logits = torch.eye(3).repeat(4, 1)
     logits[:3] = math.nan
     found = label_metrics(logits, torch.arange(3).repeat(4), real_counts=torch.tensor([4, 4, 4]))
     assert found == {"label_accuracy": 0.75, "class_coverage": 3}
     absent = label_metrics(logits, torch.arange(3).repeat(4), real_counts=torch.tensor([4, 4, 0]))
-    assert absent["class_coverage"] == 2  # a class that no real picture has does not count
+    assert absent["class_coverage"] == 2  # a class that no real image has does not count
     rare = torch.tensor([[1.0, 0]] * 19 + [[0, 1.0]])  # 5 %, by half of real ones: a tenth of a share
     assert label_metrics(rare, torch.zeros(20).long(), real_counts=torch.tensor([5, 5]))["class_coverage"] == 2
     assert label_metrics(rare[:-1], torch.zeros(19).long(), real_counts=torch.tensor([5, 5]))["class_coverage"] == 1
@@ -134,9 +134,9 @@ def refuse(what: str) -> str:
     real, fake = features(4, 1), features(4, 2)
     try:
         if what == "few":
-            neighbour_metrics(real[: 3 if rank else 0], fake, k=3)
+            precision_recall(real[: 3 if rank else 0], fake, k=3)
         elif what == "one":
-            take_moments(real[:1] if rank else real[:0])
+            feature_moments(real[:1] if rank else real[:0])
         elif what == "width":
             kernel_distance(real[:, :3] if rank else real, fake[:, :3] if rank else fake)
         elif what == "kinds":
@@ -154,8 +154,8 @@ def refuse(what: str) -> str:
     ("what", "words"),
     [
         ("few", "6 rows on all ranks|3 rows on all ranks"),
-        ("one", "take_moments: features: 1 rows on all ranks"),
-        ("width", "kernel_distance: features must be of one kind on all ranks; rank 0: .*width 6.*rank 1: .*width 3"),
+        ("one", "feature_moments: features have 1 rows on all ranks"),
+        ("width", "kernel_distance: features must have one dtype and width on all ranks; rank 0: .*width 6.*rank 1: .*width 3"),
         ("kinds", "kernel_distance: rank 1: expected features of one dtype"),
         ("tile", "kernel_distance: rank 1: tile=0"),
         ("labels", r"label_metrics: rank 1: .*labels \(3,\)"),

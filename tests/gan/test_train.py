@@ -11,17 +11,18 @@ from unisono_models.gan.commands.evaluate import main as evaluate
 from unisono_models.gan.commands.sample import main as sample
 from unisono_models.gan.config import LossConfig
 from unisono_models.gan.recipes import RECIPES
-from unisono_models.gan.train import gamma_of, main
+from unisono_models.gan.train import main, penalty_weight
 from unisono_models.training.randomness import derive_seed
 from unisono_models.training.run.compare import compare_runs
 
-SHORT = ["--run.steps", "12", "--run.evaluate-every", "6", "--checkpoint.every", "0", "--evaluation.pictures-every", "4"]
-SHORT += ["--evaluation.judge-steps", "10", "--evaluation.samples", "60", "--data.batch", "21"]
+SHORT = ["--run.steps", "12", "--run.evaluate-every", "6", "--checkpoint.every", "0", "--evaluation.images-every", "4"]
+SHORT += ["--evaluation.feature-extractor-steps", "10", "--evaluation.samples", "60", "--data.batch", "21"]
+LITTLE = ["--run.stop-after", "8", "--evaluation.images-every", "0", "--evaluation.feature-extractor-steps", "1"]
 EXACT = ["--precision", "float64", "--loss.matching", "0.5", "--loss.contrast", "0.1", "--loss.kind", "all_pairs"]
 
 
 def train_and_draw(directory, *args):
-    torch.manual_seed(derive_seed(0, str(directory)) % 2**31)  # the state of the generator must not matter
+    torch.manual_seed(derive_seed(0, str(directory)) % 2**31)  # torch's global generator must not matter
     main(["tiny", "--run.dir", str(directory), *SHORT, *args])
 
 
@@ -52,7 +53,7 @@ def on_two(ranks, tmp_path_factory):
     return directory
 
 
-def test_run_leaves_everything_behind(on_two):
+def test_run_writes_all_files(on_two):
     names = {path.name for path in on_two.iterdir()}
     assert {
         "config.json",
@@ -61,14 +62,14 @@ def test_run_leaves_everything_behind(on_two):
         "plots",
         "report.html",
         "summary.json",
-        "judge.safetensors",
+        "feature_extractor.safetensors",
     } <= names
     frames = {path.name for path in (on_two / "samples").iterdir()}
     assert {"samples.png", "real.png", "training.webp", "interpolation.png", "step-00000004.png", "step-00000012.png"} <= frames
     trained = metrics(on_two)
     assert sorted(trained) == list(range(12)) and {"loss/discriminator", "loss/generator", "lr"} <= trained[0].keys()
     assert [step for step in trained if "discriminator/penalty" in trained[step]] == [0, 2, 4, 6, 8, 10]
-    figures = json.loads((on_two / "summary.json").read_text())
+    summary = json.loads((on_two / "summary.json").read_text())
     assert {
         "frechet_distance",
         "kernel_distance",
@@ -77,8 +78,8 @@ def test_run_leaves_everything_behind(on_two):
         "label_accuracy",
         "class_coverage",
         "real/frechet_distance",
-    } <= figures.keys()
-    assert figures["frechet_distance"] > figures["real/frechet_distance"] > 0
+    } <= summary.keys()
+    assert summary["frechet_distance"] > summary["real/frechet_distance"] > 0
     report = (on_two / "report.html").read_text()
     assert "data:image/webp" in report and "not FID" in report
 
@@ -89,7 +90,7 @@ def test_same_ranks_give_the_same_bits_also_after_a_stop(ranks, on_two, tmp_path
     ranks(train, tmp_path / "run", world_size=2, timeout=120)
     assert metrics(tmp_path / "run") == metrics(on_two)
     assert metrics(tmp_path / "run", "evaluation") == metrics(on_two, "evaluation")
-    for name in ("export/model.safetensors", "judge.safetensors", "samples/samples.png", "summary.json"):
+    for name in ("export/model.safetensors", "feature_extractor.safetensors", "samples/samples.png", "summary.json"):
         assert (tmp_path / "run" / name).read_bytes() == (on_two / name).read_bytes()
 
 
@@ -103,56 +104,56 @@ def test_other_ranks_give_the_same_curve_also_after_a_stop(ranks, on_two, tmp_pa
 
 
 def test_ranks_differ_by_rounding_alone(ranks, tmp_path):
-    """In float64, with all terms, of uneven shares: 21 pictures on four ranks, whose groups of four straddle them."""
+    """In float64, with all terms and an uneven split: 21 images on four ranks, so that groups of four straddle ranks."""
     for world in (1, 4):
-        ranks(train, tmp_path / str(world), *EXACT, "--run.stop-after", "8", world_size=world, timeout=120)
+        ranks(train, tmp_path / str(world), *EXACT, *LITTLE, world_size=world, timeout=120)
     assert len(metrics(tmp_path / "1")) == 8
     assert furthest(metrics(tmp_path / "1"), metrics(tmp_path / "4")) < 1e-9
 
 
-def test_exported_generator_is_measured_and_sampled_again(on_two, tmp_path, capsys):
+def test_finished_run_can_be_evaluated_and_sampled(on_two, tmp_path, capsys):
     kept = json.loads((on_two / "summary.json").read_text())
     evaluate([str(on_two)])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "frechet" in line)
-    assert line.count(f" {kept['frechet_distance']:.4g} ") == 2  # now, and then
+    assert line.count(f" {kept['frechet_distance']:.4g} ") == 2  # computed again, and in the summary
     sample([str(on_two), "--labels", "3", "1", "4", "--out", str(tmp_path / "grid.png")])
     assert (tmp_path / "grid.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_penalty_counts_for_the_steps_without_it():
+def test_penalty_weight_makes_up_for_steps_without_penalty():
     config = RECIPES["tiny"]
     every = LossConfig.penalty_every
-    assert gamma_of(config, 0) == every * config.loss.gamma and gamma_of(config, 1) == 0
-    assert every * config.loss.gamma_final < gamma_of(config, 58) < every * config.loss.gamma_final * 1.1
+    assert penalty_weight(config, 0) == every * config.loss.gamma and penalty_weight(config, 1) == 0
+    assert every * config.loss.gamma_final < penalty_weight(config, 58) < every * config.loss.gamma_final * 1.1
 
 
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
         ("--data.batch", "0", "data.batch=0: must be at least 1"),
-        ("--model.generator", "", "model.generator=(): must be one number"),
+        ("--model.generator", "", "model.generator=(): must be one or more numbers"),
         ("--loss.penalty-every", "0", "loss.penalty_every=0: must be at least 1"),
         ("--optimizer.half-life", "0", "optimizer.half_life=0.0: must be above 0"),
-        ("--evaluation.neighbours", "60", "evaluation.samples=60: must be more than neighbours"),
+        ("--evaluation.neighbours", "60", "evaluation.samples=60: must be greater than evaluation.neighbours"),
         ("--model.generator", "16 8 4 2 1", "multiple of 2 * 2**4 = 32"),
-        ("--model.condition", "none --loss.contrast 1", "loss.contrast=1.0: must be 0 where model.condition is none"),
+        ("--model.condition", "none --loss.contrast 1", "loss.contrast=1.0: must be 0 if model.condition is none"),
     ],
 )
-def test_bad_settings_are_refused(option, value, says, tmp_path, capsys):
+def test_wrong_options_are_rejected(option, value, says, tmp_path, capsys):
     with pytest.raises((SystemExit, ValueError)) as error:
         main(["tiny", "--run.dir", str(tmp_path / "run"), *SHORT, option, *value.split()])
     assert says in " ".join((str(error.value) + capsys.readouterr().err).replace("│", " ").split())
 
 
-def test_changed_pictures_are_noticed(tmp_path):
+def test_changed_images_are_rejected(tmp_path):
     train(tmp_path / "run", "--run.stop-after", "2")
     saved = json.loads((tmp_path / "run/config.json").read_text())
     saved["config"]["data"]["test_part"] = 0.3
     (tmp_path / "run/config.json").write_text(json.dumps(saved))
-    with pytest.raises(ValueError, match="judge was trained on other pictures"):
+    with pytest.raises(ValueError, match="feature extractor was trained on other images"):
         train(tmp_path / "run", "--data.test-part", "0.3")
-    (tmp_path / "run/judge.safetensors").unlink()
-    with pytest.raises(ValueError, match="mnist-5k is not what the run began with"):
+    (tmp_path / "run/feature_extractor.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"data\.source=mnist-5k has other images now than when the run began"):
         train(tmp_path / "run", "--data.test-part", "0.3")
 
 
@@ -162,25 +163,7 @@ def test_divergence_ends_the_run(tmp_path):
     assert not (tmp_path / "run/summary.json").exists() and not list((tmp_path / "run/checkpoints").glob("step-*"))
 
 
-def test_too_few_pictures_are_refused_before_training(tmp_path):
-    with pytest.raises(ValueError, match=r"must be fewer than evaluation\.samples=5000 and than the 4000 pictures"):
+def test_too_few_images_are_rejected_before_training(tmp_path):
+    with pytest.raises(ValueError, match=r"must be less than evaluation\.samples=5000 and less than the 4000 images"):
         train(tmp_path / "run", "--evaluation.samples", "5000", "--evaluation.neighbours", "4500")
-    assert not (tmp_path / "run/judge.safetensors").exists()
-
-
-@pytest.mark.parametrize("name", list(RECIPES.recipes))
-def test_recipes_fit_their_pictures(name):
-    """Networks of every recipe can be made; the smallest batch goes through them."""
-    from unisono_models.gan.loss import GAN
-
-    config = RECIPES[name]
-    channels = 3 if config.data.colour else 1
-    with torch.device("meta"):
-        game = GAN(config.model, config.loss, size=config.data.size, channels=channels, conditions=7)
-        made = game.generator(torch.zeros(2, config.model.noise), _condition(config.model.condition))
-        assert made.shape == (2, channels, config.data.size, config.data.size)
-        assert game.discriminator(made, _condition(config.model.condition), sizes=(2,)).shape == (2,)
-
-
-def _condition(kind):
-    return {"class": torch.zeros(2, dtype=torch.int64), "none": None}.get(kind, torch.zeros(2, 7))
+    assert not (tmp_path / "run/feature_extractor.safetensors").exists()

@@ -31,37 +31,25 @@ from benchmarks.embedding.workload import (
     expected_outputs,
     fill,
 )
-from benchmarks.harness.measure import StepCosts, StepTimes, measure_costs, run_steps, time_steps
+from benchmarks.harness.measure import StepCosts, Stepper, StepTimes, measure_costs, run_steps, time_steps
 
 AUTO = "unisono, auto"
 ROW = "unisono, row"
 TORCHREC_ROW = "TorchRec, row-wise"
 TORCHREC_TABLE = "TorchRec, table-wise"
 TORCHREC_COLUMN = "TorchRec, column-wise"
-ONE_PROCESS = "nn.EmbeddingBag, sparse, one process"
-DTENSOR = "DTensor, row-wise"
 WARM_UP = 3
 
 
-class Tables(Protocol):
-    """A contender on this rank, its tables filled."""
+class TableStepper(Stepper, Protocol):
+    """A contender on this rank, its tables filled. A step is forward, backward and the update."""
 
     work: Workload
     plan: str  # how the tables are sharded, if a planner chose it
 
-    def prepare(self, step: int) -> Any: ...
-
-    def forward(self, batch: Any) -> dict[str, Tensor]:
-        """Return the pooled rows of each feature, batch x DIM."""
-        ...
-
-    def step(self, batch: Any) -> None:
-        """Run forward, backward from the workload's upstream gradient, and the update."""
-        ...
-
 
 class Contender(NamedTuple):
-    make: Callable[[Workload], Tables]
+    make: Callable[[Workload], TableStepper]
     optimizer: Optimizer = "row-wise Adagrad"
     half_wire: bool = False
     column_states: bool = False  # each rank's columns have their own optimizer state, so the updates differ
@@ -226,8 +214,8 @@ CONTENDERS: dict[str, Contender] = {
     "TorchRec, table-wise, fp16 on the wire": Contender(  # on gloo it has no bf16
         lambda work: TorchRecTables(work, "table", half_wire=True), half_wire=True
     ),
-    ONE_PROCESS: Contender(OneProcess, optimizer="SGD", one_process=True),
-    DTENSOR: Contender(DTensorTables, optimizer="SGD", is_slow=True),
+    "nn.EmbeddingBag, sparse, one process": Contender(OneProcess, optimizer="SGD", one_process=True),
+    "DTensor, row-wise": Contender(DTensorTables, optimizer="SGD", is_slow=True),
 }
 
 
@@ -236,7 +224,7 @@ def own_ranks(one_process: bool) -> range:
     return range(WORLD_SIZE) if one_process else range(dist.get_rank(), dist.get_rank() + 1)
 
 
-def make(name: str, setting: Setting) -> Tables:
+def make(name: str, setting: Setting) -> TableStepper:
     contender = CONTENDERS[name]
     return contender.make(Workload(setting, own_ranks(contender.one_process), dist.get_world_size()))
 
@@ -249,7 +237,7 @@ def time(name: str, setting: Setting, steps: int, count_bytes_sent: bool = False
     return time_steps(make(name, setting), batches=BATCHES, warm_up=WARM_UP, steps=steps, count_bytes_sent=count_bytes_sent)
 
 
-def check(name: str, tables: Tables) -> dict[str, Any]:
+def check(name: str, tables: Any) -> dict[str, Any]:
     """Run two steps, and compare the outputs before and after them with a computation without sharding."""
     contender = CONTENDERS[name]
 

@@ -134,7 +134,7 @@ def test_killed_rank_without_restarts_ends_the_run_and_is_named(scenario):
     run = scenario(killed_for_good)
     assert run.status == 1
     assert "missing: rank 1 on " in run.output
-    assert "not heard of for" in run.output
+    assert "silent for" in run.output
     assert "gives up" not in run.output  # the others did not have to wait for the watchdog
     assert "SIGALRM" in run.output  # nor for a thread that hangs
     assert run.losses[-1]["step"] == 5

@@ -1,4 +1,4 @@
-"""What ranks tell each other, and that they fail together."""
+"""Small values between ranks, and errors that all ranks raise together."""
 
 from contextlib import nullcontext
 
@@ -11,12 +11,13 @@ from unisono_models.training.distributed.object_collectives import (
     all_gather_object,
     broadcast_object,
     raise_together,
+    validate_on_all_ranks,
 )
 
 VALUES = {"text": "❤ naïve", "list": [1, 2.5, None, True], "nested": {"a": {"b": []}}, "exact": 0.1 + 0.2}
 
 
-def talks():
+def exchange():
     rank, size = dist.get_rank(), dist.get_world_size()
     assert all_gather_object({"rank": rank, "pad": "x" * rank * 1000}) == [
         {"rank": r, "pad": "x" * r * 1000} for r in range(size)
@@ -35,13 +36,13 @@ def fails_together(bad):
     return str(raised.value)
 
 
-def test_values_travel(ranks):
+def test_values_of_all_ranks_arrive(ranks):
     for world in (1, 3):
-        ranks(talks, world_size=world)
+        ranks(exchange, world_size=world)
     assert all_gather_object(VALUES) == [VALUES] and broadcast_object(VALUES) == VALUES
 
 
-def test_an_error_on_one_rank_is_everybodys(ranks):
+def test_an_error_on_one_rank_is_raised_on_all(ranks):
     assert ranks(fails_together, [], world_size=3) == [None] * 3
     (text,) = set(ranks(fails_together, [1, 2], world_size=3))
     assert text == "reading: rank 1, 2: FileNotFoundError: no file for some"
@@ -49,9 +50,24 @@ def test_an_error_on_one_rank_is_everybodys(ranks):
     assert "rank 0: FileNotFoundError: no file for first" in text and "rank 2" in text
 
 
-def test_alone_an_error_stays_what_it_is():
+def test_without_other_ranks_an_error_is_raised_as_it_is():
     with pytest.raises(KeyError), raise_together("reading"):
         raise KeyError("x")
+
+
+def validate(problems, descriptions):
+    rank = dist.get_rank()
+    try:
+        return validate_on_all_ranks("auc", problems[rank], same=descriptions[rank], value=rank * 10)
+    except ValueError as error:
+        return str(error)
+
+
+def test_arguments_are_validated_on_all_ranks(ranks):
+    assert ranks(validate, ["", ""], ["float32", "float32"], world_size=2) == [[0, 10]] * 2
+    assert ranks(validate, ["", "no rows"], ["float32", ""], world_size=2) == ["auc: rank 1: no rows"] * 2
+    expected = "auc: all ranks must have the same; rank 0: float32; rank 1: float64"
+    assert ranks(validate, ["", ""], ["float32", "float64"], world_size=2) == [expected] * 2
 
 
 def unserialisable():

@@ -61,7 +61,7 @@ def report(run, **options):
         run,
         title=f"Words to emoji {EVIL}",
         intro=f"First {EVIL}.\n\nSecond.",
-        pictures=[ReportImage(run.path / "grid.png", f"a grid {EVIL}")],
+        images=[ReportImage(run.path / "grid.png", f"a grid {EVIL}")],
         tables={f"Splits {EVIL}": [{"split": EVIL, "R@1": 0.25}, {"split": "b", "R@1": 0.5, "more": None}]},
         notes=[f"Licence {EVIL}"],
         **options,
@@ -120,16 +120,16 @@ def test_final_metrics_are_the_summary_or_the_last_evaluation(run):
     assert page.count("<dt>") == 1 and "<dt>b</dt><dd>2</dd>" in page
 
 
-def test_report_of_a_run_without_metrics_pictures_or_starts(tmp_path):
+def test_report_of_a_run_without_metrics_images_or_starts(tmp_path):
     (tmp_path / "config.json").write_text('{"model": "clip", "recipe": "tiny", "config": {}}')
     (tmp_path / "metrics.jsonl").touch()
     page = write_report(RunDirectory(tmp_path, False, True), title="Empty", intro="").read_text()
     assert "Curves" not in page and "Samples" not in page and "reproduce" in page
 
 
-def test_picture_of_no_known_kind_is_rejected(run):
+def test_image_of_unknown_type_is_rejected(run):
     with pytest.raises(ValueError, match=r"notes\.txt is none of \.png"):
-        write_report(run, title="", intro="", pictures=[ReportImage(run.path / "notes.txt", "")])
+        write_report(run, title="", intro="", images=[ReportImage(run.path / "notes.txt", "")])
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -137,7 +137,7 @@ def test_other_ranks_write_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plots_are_pictures_named_after_their_values(shown, tmp_path):
+def test_plots_are_images_named_after_their_values(shown, tmp_path):
     names = {path.name for path in shown.plots.iterdir()}
     assert names == {"loss.png", "rate.png", "samples-per-second.png", "t-recall.png"}
     assert {Image.open(shown.plots / name).size for name in names} == {(1024, 544)}
@@ -158,7 +158,7 @@ def test_curves_that_are_not_finite_or_single_are_drawn():
     values = [float("nan"), float("inf"), 1.0] + [2.0] * 60
     lines = [{"kind": "train", "step": s, "loss": value, "$bad^": value} for s, value in enumerate(values)]
     for some, theme in ((lines, "dark"), (lines[:1], "light"), (lines[2:3], "light")):
-        assert all(picture.startswith(b"\x89PNG") for picture in draw_plots(some, theme=theme).values())
+        assert all(image.startswith(b"\x89PNG") for image in draw_plots(some, theme=theme).values())
     assert draw_plots([]) == {}
 
 
@@ -187,9 +187,9 @@ def test_a_browser_shows_it(shown, tmp_path):
     environment = os.environ | {"HOME": str(tmp_path)}
     done = subprocess.run([CHROMIUM, *options], capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert shot.exists(), done.stderr
-    picture = Image.open(shot).convert("RGB")
-    assert picture.getpixel((5, 5)) == (246, 247, 249), "the style is let through by the page's own policy"
-    assert any(colour == (255, 0, 0) for _, colour in picture.getcolors(10**6)), "and so are its pictures"
+    image = Image.open(shot).convert("RGB")
+    assert image.getpixel((5, 5)) == (246, 247, 249), "the style is let through by the page's own policy"
+    assert any(colour == (255, 0, 0) for _, colour in image.getcolors(10**6)), "and so are its images"
 
 
 def body(path):

@@ -1,7 +1,7 @@
-"""Running a run again: what is launched, and what is said of the numbers."""
+"""Repeating a run: what is launched, and the verdict."""
 
-import copy
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,121 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.training.run.test_compare import make_run
 from unisono_models.training.config import ParallelConfig, RunConfig
 from unisono_models.training.run import reproduce as reproduction
-from unisono_models.training.run.compare import compare_runs, relative_difference
 from unisono_models.training.run.log import RunLog, read_metrics
 from unisono_models.training.run.reproduce import main, reproduce
 from unisono_models.training.run.run_directory import open_run, read_config, read_provenance
-
-START = {
-    "world_size": 2,
-    "threads": 1,
-    "environment": {},
-    "versions": {"torch": "2.15.0"},
-    "machine": {"cpu": "A", "device": "cpu"},
-    "git": {"commit": "abc", "dirty": False},
-}
-
-
-def make_run(path, losses, *, start=START, starts=None, precision="float32", evaluations=(), finished=True):
-    path.mkdir()
-    config = {"run": {"steps": len(losses)}, "parallel": {"precision": precision}}
-    (path / "config.json").write_text(json.dumps({"model": "clip", "recipe": "tiny", "config": config}))
-    (path / "provenance.json").write_text(json.dumps({"seed": 0, "starts": starts or [start]}))
-    lines = [{"kind": "train", "step": s, "loss": loss, "samples": 8} for s, loss in enumerate(losses)]
-    lines += [{"kind": "evaluation", "step": s, "recall": value} for s, value in evaluations]
-    lines.append({"kind": "speed", "step": 0, "samples_per_second": hash(path) % 1000 / 7})
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if finished:
-        (path / "summary.json").write_text("{}")
-    return path
-
-
-def other(**changes):
-    return copy.deepcopy(START) | changes
-
-
-LOSSES = [1 / 3, float("nan"), 0.1, *(2.0 / k for k in range(1, 20))]
-
-
-def test_same_numbers_are_bitwise_equal(tmp_path):
-    runs = [make_run(tmp_path / name, LOSSES, evaluations=[(5, 0.5)]) for name in "ab"]
-    verdict = compare_runs(*runs)
-    assert verdict.good and "Reproduced: bitwise equal." in verdict.text and "22 steps" in verdict.text
-
-
-def test_first_difference_is_named_with_both_values(tmp_path):
-    changed = [*LOSSES[:4], 1.0000000000000002, *LOSSES[5:-1], 9.0]
-    verdict = compare_runs(make_run(tmp_path / "a", LOSSES), make_run(tmp_path / "b", changed))
-    assert not verdict.good
-    assert "first difference is at step 4 (train): loss was 1.0, is 1.0000000000000002." in verdict.text
-    assert "bitwise equal numbers were expected" in verdict.text
-    assert compare_runs(tmp_path / "a", tmp_path / "b", steps=4).good
-
-
-def test_negative_zero_is_not_zero_and_evaluations_count(tmp_path):
-    a = make_run(tmp_path / "a", [0.0], evaluations=[(0, 0.5)])
-    assert "loss was 0.0, is -0.0" in compare_runs(a, make_run(tmp_path / "b", [-0.0], evaluations=[(0, 0.5)])).text
-    assert (
-        "(evaluation): recall was 0.5, is 0.25"
-        in compare_runs(a, make_run(tmp_path / "c", [0.0], evaluations=[(0, 0.25)])).text
-    )
-    missing = compare_runs(a, make_run(tmp_path / "d", [0.0]))
-    assert not missing.good and "the evaluation line of step 0 is missing" in missing.text
-    assert compare_runs(a, tmp_path / "d", steps=1).good, "a run that stops early need not evaluate where it stops"
-
-
-def test_uncommitted_changes_are_pointed_out(tmp_path):
-    dirty = other(git={"commit": "abc", "dirty": True})
-    verdict = compare_runs(make_run(tmp_path / "a", [1.0], start=dirty), make_run(tmp_path / "b", [2.0]))
-    assert "uncommitted changes" in verdict.text
-
-
-@pytest.mark.parametrize(
-    ("start", "words"),
-    [
-        (other(world_size=1), "world_size 2 and 1"),
-        (other(threads=4), "threads 1 and 4"),
-        (other(versions={"torch": "2.16.0"}), "torch 2.15.0 and 2.16.0"),
-        (other(machine={"cpu": "B", "device": "cpu"}), "machine.cpu A and B"),
-        (other(git={"commit": "def", "dirty": False}), "git.commit abc and def"),
-        (other(git=None), "git.commit abc and None"),
-    ],
-)
-def test_other_environments_allow_for_rounding(tmp_path, start, words):
-    old = make_run(tmp_path / "a", LOSSES)
-    near = [loss * (1 + 1e-7) for loss in LOSSES[:10]] + [loss * 1.01 for loss in LOSSES[10:]]
-    verdict = compare_runs(old, make_run(tmp_path / "b", near, start=start))
-    assert verdict.good and words in verdict.text and "Reproduced: within 1e-06" in verdict.text
-    assert "1.0e-07 in the first 10 steps" in verdict.text and "9.9e-03 in all 22" in verdict.text
-    far = [*near[:9], near[9] * 1.00001]
-    assert not compare_runs(old, make_run(tmp_path / "c", far + near[10:], start=start)).good
-
-
-def test_threads_that_came_of_different_variables_are_the_same(tmp_path):
-    runs = [make_run(tmp_path / "a", [1.0]), make_run(tmp_path / "b", [2.0], start=other(environment={"OMP_NUM_THREADS": "1"}))]
-    assert "environments" not in compare_runs(*runs).text
-
-
-def test_restarts_with_other_ranks_are_other_environments(tmp_path):
-    a = make_run(tmp_path / "a", LOSSES, starts=[START, other(world_size=3)])
-    verdict = compare_runs(a, make_run(tmp_path / "b", [loss * (1 + 1e-8) for loss in LOSSES]))
-    assert verdict.good and "world_size 2, then 3 and 2" in verdict.text
-
-
-@pytest.mark.parametrize(
-    ("precision", "error", "good"), [("float64", 1e-8, False), ("float64", 1e-10, True), ("bfloat16", 5e-3, True)]
-)
-def test_tolerance_goes_with_the_precision(tmp_path, precision, error, good):
-    a = make_run(tmp_path / "a", [1.0] * 60, precision=precision)
-    b = make_run(tmp_path / "b", [1.0] * 40 + [1.0 + error] * 20, precision=precision, start=other(world_size=1))
-    assert compare_runs(a, b).good is good
-
-
-def test_losses_that_are_not_finite_on_one_side_only_differ():
-    assert relative_difference(float("inf"), float("inf")) == 0 and relative_difference(float("nan"), 1.0) == float("inf")
-    assert relative_difference(0.0, -0.0) == 0
 
 
 @pytest.mark.parametrize("model", ["os", "../clip", "clip.data", "training", "Clip", "", 3, "clip;ls"])
@@ -193,9 +84,12 @@ def toy(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").touch()
     (folder / "__init__.py").touch()
+    (folder / "train.py").touch()
     (folder / "__main__.py").write_text(TRAIN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
+    monkeypatch.setenv(
+        "PYTHONPATH", ":".join([str(tmp_path), str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    )
     yield train_toy(ToyConfig(RunConfig(steps=12, seed=5, dir=tmp_path / "run")), SimpleNamespace(rank=0, size=1, first=True))
     for name in [name for name in sys.modules if name.split(".")[0] == "toys"]:
         del sys.modules[name]

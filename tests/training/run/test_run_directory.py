@@ -1,8 +1,7 @@
-"""Which directory a run gets, what it keeps there, and configs as JSON."""
+"""Which directory a run gets, and what it writes there."""
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
@@ -13,10 +12,10 @@ from typing import Any, Literal
 import pytest
 
 from unisono_models.training.config import CheckpointConfig, RunConfig
-from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
+from unisono_models.training.config.serialization import config_from_json, config_to_json
 from unisono_models.training.distributed.object_collectives import RanksError
 from unisono_models.training.run import run_directory
-from unisono_models.training.run.provenance import cpu_model, git_state, versions
+from unisono_models.training.run.provenance import cpu_model, versions
 from unisono_models.training.run.run_directory import config_differences, open_run, read_config, read_provenance
 
 
@@ -159,24 +158,6 @@ def test_provenance_has_a_record_for_each_start():
     assert len(read_provenance(opened().path)["starts"]) == 1
 
 
-def test_git_state_is_that_of_the_checkout_which_tracks_the_folder(tmp_path):
-    def git(*arguments):
-        who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
-        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
-
-    assert git_state(tmp_path) is None
-    git("init")
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package/a.py").write_text("1")
-    assert git_state(tmp_path / "package") is None, "an environment inside somebody's checkout is not the checkout"
-    git("add", ".")
-    git("commit", "-m", "one")
-    state = git_state(tmp_path / "package")
-    assert len(state["commit"]) == 40 and state["dirty"] is False
-    (tmp_path / "package/a.py").write_text("2")
-    assert git_state(tmp_path / "package") == {"commit": state["commit"], "dirty": True}
-
-
 def all_ranks(folder):
     import torch.distributed as dist
 
@@ -199,48 +180,6 @@ def test_rank_0_decides_and_errors_reach_every_rank(ranks, tmp_path):
     assert sum(read_provenance(Path(path))["starts"][0]["hosts"].values()) == 3
 
 
-def test_config_survives_json_exactly():
-    config = Config(
-        RunConfig(steps=3, dir=Path("a/b")),
-        rate=0.1 + 0.2,
-        data=Table(Path("x.csv"), ("i", 2)),
-        kwargs={"p": [1, {"q": None}]},
-        places=[Path("/")],
-    )
-    value = json.loads(json.dumps(config_to_json(config)))
-    assert value["data"] == {"class": "Table", "file": "x.csv", "columns": ["i", 2]}
-    assert config_from_json(Config, value) == config
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ({"run": {"steps": 1}, "lr": 1}, "lr: Config has no such field, only run, checkpoint"),
-        ({"run": {"steps": 1, "stps": 1}}, r"run\.stps: RunConfig has no such field"),
-        ({"run": {}}, r"run\.steps: RunConfig needs this field"),
-        ({"run": {"steps": 1.0}}, r"run\.steps: 1\.0 is not int"),
-        ({"run": {"steps": True}}, r"run\.steps: True is not int"),
-        ({"run": 3}, "run: 3 is not the fields of RunConfig"),
-        ({"run": {"steps": 1}, "rate": "0.1"}, "rate: '0.1' is not a number"),
-        ({"run": {"steps": 1}, "loss": "hinge"}, "loss: 'hinge' is not one of 'clip', 'sigmoid'"),
-        ({"run": {"steps": 1}, "width": "4"}, "width: '4' is not int"),
-        ({"run": {"steps": 1}, "data": {"class": "os.system"}}, r"data\.class: 'os.system' is not one of Emoji, Table"),
-        ({"run": {"steps": 1}, "data": {"class": "Emoji", "vendors": [1]}}, r"data\.vendors\.0: 1 is not str"),
-        ({"run": {"steps": 1}, "data": {"class": "Table", "file": "x", "columns": ["a"]}}, "is not a list of 2"),
-        ({"run": {"steps": 1}, "places": "a"}, "places: 'a' is not a list"),
-        ([], "the config: .* is not the fields of Config"),
-    ],
-)
-def test_config_from_json_rejects(value, message):
-    with pytest.raises(ValueError, match=message):
-        config_from_json(Config, value)
-
-
-def test_config_to_json_rejects_what_has_no_form():
-    with pytest.raises(ValueError, match=r"kwargs\.f: set has no form in JSON"):
-        config_to_json(replace(CONFIG, kwargs={"f": {1}}))
-
-
 def test_differences_are_named_and_numbers_compared_as_numbers():
     old = config_to_json(CONFIG)
     assert config_differences(old, config_to_json(with_run(dir=Path("x")))) == []
@@ -250,21 +189,3 @@ def test_differences_are_named_and_numbers_compared_as_numbers():
     ]
     assert config_differences({"a": 1, "b": True}, {"a": 1.0, "b": 1}) == ["b"]
     assert config_differences({"a": None}, {}) == ["a"]
-
-
-def test_read_json_names_the_file(tmp_path):
-    (tmp_path / "x.json").write_text("{'a': 1}")
-    with pytest.raises(ValueError, match=r"x\.json is not JSON"):
-        read_json(tmp_path / "x.json")
-
-
-def test_replaced_file_is_old_or_new(tmp_path, monkeypatch):
-    run_directory.atomic_write(tmp_path / "a", "old")
-
-    def fail(_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
-        run_directory.atomic_write(tmp_path / "a", "new")
-    assert (tmp_path / "a").read_text() == "old"

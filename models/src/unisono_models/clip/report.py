@@ -60,7 +60,7 @@ def finish_run(
         run,
         title="A contrastive model of images and captions",
         intro=_intro(config, data),
-        pictures=samples if images is not None else [],
+        images=samples if images is not None else [],
         tables={"Retrieval on held-out data": rows},
         notes=[skip_report, *data.notes],
         summary=metrics,

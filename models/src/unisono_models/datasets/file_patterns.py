@@ -20,13 +20,14 @@ _MOST_FILES = 1_000_000
 
 
 def find_files(source: Spec, *, kinds: Mapping[str, str], what: str) -> tuple[str, list[Path]]:
-    """The kind of the files at `source`, and the files, sorted by name within each folder and each * of a pattern.
+    """Find the files of `source`. Return their kind, and the files sorted by name within each folder and each * of a pattern.
 
-    source: a file, a folder, a pattern, or a list of such. day_{0..23} is in the order of the numbers, day_* is not.
-    kinds: by suffix; "" is for names without one. In a folder the kind that comes first here counts, and the others do not.
-    what: the function that asks, for its errors.
+    Args:
+        source: A file, a folder, a pattern, or a list of these. day_{0..23} is sorted by number, day_* is not.
+        kinds: From suffix to kind; "" is for names without a suffix. If a folder has several kinds, only the first counts.
+        what: The name of the calling function, for errors.
 
-    Raises: ValueError if there are no files, or of several kinds.
+    Raises: ValueError if there are no files, or files of several kinds.
 
     Example:
         find_files("/data/criteo/day_{0..22}", kinds={".parquet": "parquet", ".tsv": "text", "": "text"}, what="open_rows")
@@ -46,7 +47,7 @@ def find_files(source: Spec, *, kinds: Mapping[str, str], what: str) -> tuple[st
 
 
 def expand_braces(pattern: str, *, what: str = "expand_braces") -> Iterator[str]:
-    """`pattern` with each {000..123} and {a,b} written out; other braces stay.
+    """Expand each {000..123} and {a,b} of `pattern`. Other braces stay.
 
     Example:
         >>> list(expand_braces("{08..10}-{a,b}.tar"))
@@ -72,25 +73,25 @@ def expand_braces(pattern: str, *, what: str = "expand_braces") -> Iterator[str]
 
 
 def check_same_files(paths: Sequence[Path], *, source: Spec, what: str) -> None:
-    """Every rank must have the same files, or its rows would not be those of the others. For all ranks together.
+    """Check that every rank sees the same files, by name and size. All ranks call it together.
 
-    Raises: ValueError that says which ranks see others than rank 0, by name or size.
+    Raises: ValueError that names the ranks whose files differ from those of rank 0.
     """
     with raise_together(what):
         text = "\n".join(f"{path.name} {path.stat().st_size}" for path in paths)
     mine = [len(paths), hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()]
-    heard = all_gather_object(mine)
-    if any(other != heard[0] for other in heard):
-        different = [rank for rank, other in enumerate(heard) if other != heard[0]]
-        counts = ", ".join(str(count) for count, _ in heard)
+    all_files = all_gather_object(mine)
+    if any(other != all_files[0] for other in all_files):
+        different = [rank for rank, other in enumerate(all_files) if other != all_files[0]]
+        counts = ", ".join(str(count) for count, _ in all_files)
         raise ValueError(
-            f"{what}: {source}: ranks {different} see other files than rank 0, by name or size (files a rank: {counts})"
+            f"{what}: {source}: ranks {different} see other files than rank 0, by name or size (numbers of files: {counts})"
         )
 
 
 def _expand(part: str, kinds: Mapping[str, str], what: str) -> list[Path]:
     if re.match(r"[a-z][a-z0-9+.-]*:", part) and not os.path.exists(part):
-        raise ValueError(f"{what}: {part}: only files of this machine are read; bring the data here first")
+        raise ValueError(f"{what}: {part}: only local files can be read: download the data first")
     path = Path(part).expanduser()
     if path.is_dir():
         return _in_folder(path, kinds, what)
@@ -122,7 +123,7 @@ def _kind(path: Path, kinds: Mapping[str, str], what: str) -> str:
     kind = kinds.get(path.suffix.lower())
     if kind is None:
         inner = next((suffix for suffix in path.suffixes if suffix.lower() in kinds), "file")
-        plain = f". Unpack it to a plain {inner}: a compressed one cannot be read at any place"
+        plain = f". Unpack it to a plain {inner}: random access needs an uncompressed file"
         hint = plain if path.suffix.lower() in PACKED else ""
         raise ValueError(f"{what}: {path}: not a {_name(kinds)} file{hint}")
     return kind

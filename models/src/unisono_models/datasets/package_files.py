@@ -1,4 +1,4 @@
-"""Files that an installed package carries: found, without running its code."""
+"""The files of installed packages, found without importing them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def package_folder(module: str) -> Path | None:
-    """Where the files of an installed package are. None: it is not installed, and the caller knows what to say.
+    """Return the folder of an installed package, or None if it is not installed.
 
     Example:
         >>> package_folder("no_such_package") is None
@@ -20,7 +20,7 @@ def package_folder(module: str) -> Path | None:
 
 
 def locate_package(name: str) -> str:
-    """The folder behind package:NAME; any other name as it is. The package is found, not imported."""
+    """Return the folder of the package for "package:NAME", and any other name as it is."""
     if not name.startswith("package:"):
         return name
     package = name.removeprefix("package:")
@@ -31,7 +31,7 @@ def locate_package(name: str) -> str:
 
 
 def find_transformers_folder(name: str) -> str:
-    """What transformers loads for `name`: the folder in a package that has a config.json and weights, or the name itself."""
+    """Return what transformers can load: for "package:NAME" its folder with a config.json and weights, else the name itself."""
     if not name.startswith("package:"):
         return name
     for config in sorted(Path(locate_package(name)).rglob("config.json")):

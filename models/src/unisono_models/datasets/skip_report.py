@@ -1,4 +1,4 @@
-"""How many samples were left out of a run, and why."""
+"""The samples that a run had to skip, counted by reason."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Protocol
 
 from unisono_models.training.distributed.object_collectives import Json, all_gather_object
 
-_EXAMPLES = 3  # of each reason
+_EXAMPLES = 3  # for each reason
 
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample that was asked for and left out."""
+    """A sample that could not be read."""
 
     index: int
     name: str
-    """Where it came from, fit to print."""
+    """Where it came from, in printable characters."""
     reason: str
-    """One of a few, to count by: "broken image", "empty caption", …"""
+    """A reason to count by: "broken image", "empty caption", …"""
     error: str = ""
 
 
 class ReadBatch(Protocol):
-    """What was read: `len` of it, and what was left out."""
+    """A batch that was read: its length, and the samples that were skipped."""
 
     def __len__(self) -> int: ...
 
@@ -34,9 +34,9 @@ class ReadBatch(Protocol):
 
 
 class SkipReport:
-    """Counts the samples that a rank has read, and those that were skipped. All but `add` is for all ranks together.
+    """Counts the samples that a rank has read and skipped. All ranks call `summary`, `check` and `report` together.
 
-    `before`: the `summary()` of an earlier part of the run, from its checkpoint. `what`, `place`: what samples are called, and
+    before: the `summary()` of an earlier start of the run, from its checkpoint. what: the word for samples. place: the word for
     what `SkippedSample.index` counts.
 
     Example:
@@ -54,11 +54,11 @@ class SkipReport:
         self._examples: dict[str, list[list[Json]]] = {}
 
     def add(self, batch: ReadBatch) -> None:
-        """Count what this rank has read."""
+        """Count a batch that this rank has read."""
         self.count(len(batch) + len(batch.skipped), batch.skipped)
 
     def count(self, read: int, skipped: Sequence[SkippedSample]) -> None:
-        """Count `read` samples, with those of them that were skipped."""
+        """Count `read` samples, `skipped` among them."""
         self._read += read
         for skip in skipped:
             self._reasons[skip.reason] += 1
@@ -67,7 +67,7 @@ class SkipReport:
                 examples.append([skip.index, skip.name, skip.error])
 
     def summary(self) -> dict[str, Json]:
-        """Over all ranks: `read`, how many; `reasons`, how many were skipped for each; `examples` of each."""
+        """Return, for all ranks: `read`, the number of samples; `reasons`, the number skipped for each; `examples` of each."""
         mine = {"read": self._read, "reasons": self._reasons, "examples": self._examples}
         parts = [self._before, *all_gather_object(mine)]
         reasons: Counter[str] = Counter()
@@ -83,9 +83,9 @@ class SkipReport:
         }
 
     def check(self, threshold: float, *, at_least: int = 100) -> None:
-        """Stop the run, on every rank, if more than `threshold` of what was read was skipped.
+        """Raise on every rank if more than the fraction `threshold` of the samples was skipped.
 
-        `at_least`: fewer samples than that count as that many, or the very first broken one could end a run.
+        `at_least`: fewer samples than that count as that many. Otherwise the first broken one could end a run.
 
         Raises: ValueError with the report.
         """
@@ -94,12 +94,12 @@ class SkipReport:
         summary = self.summary()
         if sum(summary["reasons"].values()) > threshold * max(summary["read"], at_least):
             raise ValueError(
-                f"{self._describe(summary)}\nThis is more than the {threshold:.4g} of them that may be: "
-                "mend the data, or allow more if that many are expected"
+                f"{self._describe(summary)}\nThis is more than the allowed fraction of {threshold:.4g}. "
+                "Repair the data, or allow more by --data.max-broken"
             )
 
     def report(self) -> str:
-        """One paragraph for the run's log."""
+        """Describe the skipped samples in one paragraph."""
         return self._describe(self.summary())
 
     def _describe(self, summary: Mapping[str, Json]) -> str:

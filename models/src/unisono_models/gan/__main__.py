@@ -6,7 +6,7 @@ run_command(
     "unisono_models.gan",
     {
         "train": ("unisono_models.gan.train", "Train a model. Start it by torchrun to use several ranks."),
-        "evaluate": ("unisono_models.gan.commands.evaluate", "Measure the generator of a finished run."),
-        "sample": ("unisono_models.gan.commands.sample", "Draw images with the generator of a finished run."),
+        "evaluate": ("unisono_models.gan.commands.evaluate", "Compute the metrics of a finished run again."),
+        "sample": ("unisono_models.gan.commands.sample", "Generate images with the generator of a finished run."),
     },
 )

@@ -1,4 +1,4 @@
-"""The settings of the GAN. Every field is an option of the command line."""
+"""The config of a GAN run. Every field is an option of the command line, and its docstring is the help text."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ Condition = Literal["class", "vector", "text", "none"]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The pictures to learn from."""
+    """The images to train on."""
 
     source: str = "mnist-5k"
-    """mnist-5k or emoji (they come with pip packages); a folder of idx files, as those of MNIST and Fashion-MNIST, plain or
-    .gz; a folder of images, whose subfolders are the classes."""
+    """The dataset: mnist-5k or emoji (both come with pip packages), or a folder.
+    A folder holds idx files (the format of MNIST and Fashion-MNIST, plain or .gz) or image files in a subfolder per class."""
     size: int = 28
-    """Pixels a side. Pictures are scaled to it."""
+    """Height and width of the images in pixels. Images of another size are scaled."""
     colour: bool = False
-    """Three channels instead of one."""
+    """Use three colour channels. The default is one channel of grey."""
     batch: int = 64
-    """Over all ranks."""
+    """Images in the global batch, over all ranks."""
     test_part: float = 0.2
-    """Kept from training, to measure what real pictures would score. Data that comes with a test set keeps that one."""
+    """Fraction of the images that is held out, to measure what real images score. A dataset with its own test set uses that."""
     vectors: str = ""
-    """Condition vector: a .npy file with a row for each picture, in the order of their sorted paths."""
+    """For --model.condition vector: a .npy file with one row for each image, in the order of the sorted paths."""
     text_model: str = ""
-    """Condition text: the folder or the hub's name of a transformers encoder. Empty: MiniLM, which comes with a pip package."""
+    """For --model.condition text: a folder or Hugging Face name of a text encoder. The default is MiniLM from a pip package."""
     max_broken: float = 0.01
-    """The run stops if a larger part of the pictures is broken."""
+    """The run stops if a larger fraction of the image files cannot be read."""
 
     def __post_init__(self) -> None:
         _check("data", self, size=self.size >= 1, batch=self.batch >= 1)
@@ -39,87 +39,92 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The two networks. The size of pictures is that of the data."""
+    """The generator and the discriminator. Their image size is data.size."""
 
     condition: Condition = "class"
-    """What a picture is to show: its class, a vector or a text that comes with it, or nothing in particular."""
+    """What the generator is told about the image it makes: a class, a vector, a text, or nothing (none)."""
     noise: int = 64
-    """Numbers that a picture is made from."""
+    """Dimension of the noise vector."""
     generator: tuple[int, ...] = (64, 32)
-    """Channels at each resolution, the lowest first: each is twice the one before."""
+    """Channels of the generator at each resolution. The lowest resolution comes first, and each is twice the one before."""
     discriminator: tuple[int, ...] = (64, 32)
-    """Likewise: the lowest resolution, which comes last, first."""
+    """Channels of the discriminator at each resolution. The lowest resolution comes first, as for the generator."""
     blocks: int = 1
-    """Residual blocks at each resolution."""
+    """Number of residual blocks at each resolution."""
     patch: int = 2
-    """Pixels a side that are folded into channels at the highest resolution."""
+    """Patches of this many pixels a side are folded into channels at the highest resolution."""
     embedding: int = 64
-    """Width of the condition within the networks."""
+    """Dimension of the condition embedding in both networks."""
     stddev_group: int = 4
-    """Neighbours in the global batch over which the discriminator sees standard deviations. 0: it does not."""
+    """Group size of the minibatch standard deviation: consecutive rows of the global batch. 0 removes that layer."""
 
     def __post_init__(self) -> None:
         _check("model", self, **{name: getattr(self, name) >= 1 for name in ("noise", "blocks", "patch", "embedding")})
         _check("model", self, generator=min(self.generator, default=0) >= 1, stddev_group=self.stddev_group >= 0)
         _check("model", self, discriminator=min(self.discriminator, default=0) >= 1)
 
-    def lowest(self, widths: tuple[int, ...], size: int) -> int:
-        """Pixels a side at the lowest resolution of the network with these `widths`, for pictures of `size`.
+    def lowest_resolution(self, widths: tuple[int, ...], size: int) -> int:
+        """Return the height and width in pixels at the lowest resolution of a network with `widths`, for images of `size`.
 
-        Raises: ValueError if they do not fit.
+        Raises: ValueError if `size` is not divisible as often as the network halves it.
 
         Example:
-            >>> ModelConfig().lowest((64, 32), 28)
+            >>> ModelConfig().lowest_resolution((64, 32), 28)
             7
         """
         factor: int = self.patch * 2 ** (len(widths) - 1)
         if size % factor or size < 2 * factor:
             raise ValueError(
-                f"data.size={size} with model.patch={self.patch} and the channels {widths}: it must be a multiple of "
-                f"{self.patch} * 2**{len(widths) - 1} = {factor}, at least twice as much"
+                f"data.size={size} with model.patch={self.patch} and the channels {widths}: the size must be a multiple of "
+                f"{self.patch} * 2**{len(widths) - 1} = {factor}, and at least twice that"
             )
         return size // factor
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What the networks play for."""
+    """The losses of both networks."""
 
     kind: Literal["paired", "all_pairs", "non_saturating", "hinge"] = "paired"
-    """paired: a real picture against the fake of the same place (RpGAN); all_pairs: against all fakes of the global batch."""
+    """paired compares each real image with the fake in the same row (RpGAN).
+    all_pairs compares it with every fake of the global batch.
+    non_saturating and hinge look at each image alone."""
     gamma: float = 3.0
-    """Weight of the penalties R1 and R2 at the beginning: half of it times the squared gradient of the scores."""
+    """Weight of the R1 and R2 penalties at the first step. A penalty is gamma / 2 times the squared gradient of the scores."""
     gamma_final: float = 0.3
-    """The same at the end."""
+    """Weight of the penalties at the last step. It falls from gamma along a cosine."""
     penalty: Literal["r1+r2", "r1", "r2", "none"] = "r1+r2"
-    """Of which pictures' gradients: real ones, fakes, both, or none."""
+    """Which gradients are penalized: those at real images (r1), at fakes (r2), both, or none."""
     penalty_every: int = 2
-    """Steps from one penalty to the next, which counts that many times."""
+    """The penalties are computed every this many steps, and then weighted by this number."""
     matching: float = 0.0
-    """Weight of real pictures with the condition of another sample of the global batch, as further fakes."""
+    """Weight of the matching loss: real images with the condition of another row of the global batch count as fakes."""
     contrast: float = 0.0
-    """Weight of the contrastive term: of all conditions of the global batch, a picture is to find its own."""
+    """Weight of the contrastive loss: each image has to find its own condition among all conditions of the global batch."""
     temperature: float = 0.1
-    """Of the contrastive term."""
+    """Temperature of the contrastive loss."""
 
     def __post_init__(self) -> None:
-        _check("loss", self, **{x: getattr(self, x) >= 0 for x in ("gamma", "gamma_final", "matching", "contrast")})
+        _check("loss", self, **{name: getattr(self, name) >= 0 for name in ("gamma", "gamma_final", "matching", "contrast")})
         _check("loss", self, penalty_every=self.penalty_every >= 1, temperature=self.temperature > 0)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Adam for both networks, and the generator's moving average, which is what is evaluated and kept."""
+    """Adam for both networks, and the moving average of the generator's weights, which is evaluated and exported."""
 
     lr: float = 2e-3
+    """Highest learning rate of both networks."""
     final: float = 0.15
-    """Part of the learning rate that is left at the end of its cosine."""
+    """Fraction of the learning rate that is left at the end of the cosine schedule."""
     warmup: float = 0.0
-    """Part of the steps in which it rises."""
+    """Fraction of the steps over which the learning rate rises to lr."""
     beta1: float = 0.0
+    """Adam's decay rate of the mean of the gradients."""
     beta2: float = 0.99
+    """Adam's decay rate of the mean of their squares."""
     half_life: float = 5000.0
-    """Pictures after which a weight counts half in the moving average."""
+    """Half-life of the moving average, in training images."""
 
     def __post_init__(self) -> None:
         _check("optimizer", self, lr=self.lr > 0, half_life=self.half_life > 0)
@@ -128,28 +133,31 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """What is measured, on the features of a classifier that is trained on the same pictures before the run."""
+    """The metrics. They use the features of a small classifier, which is trained on the same images before the run."""
 
     samples: int = 4000
-    """Pictures that are made for it."""
-    pictures_every: int = 100
-    """Steps between the pictures that show how the generator learns. 0: only at the end."""
-    judge_steps: int = 1000
-    """Steps of the classifier's training."""
-    judge_batch: int = 128
+    """Number of images to generate for one evaluation."""
+    images_every: int = 100
+    """Steps between the sample grids that show how the generator learns. 0 saves one at the end only."""
+    feature_extractor_steps: int = 1000
+    """Training steps of that classifier, the feature extractor."""
+    feature_extractor_batch: int = 128
+    """Batch size of its training."""
     neighbours: int = 3
-    """Of precision and recall: pictures are alike if one is as near to the other as its neighbour of this number."""
+    """k of precision and recall: the ball around an image reaches to its k-th nearest neighbour."""
     tile: int = 500
-    """Pictures at a time, and rows of distances."""
+    """Number of images to process at a time, and number of rows in a tile of distances."""
 
     def __post_init__(self) -> None:
-        _check("evaluation", self, **{x: getattr(self, x) >= 1 for x in ("judge_batch", "neighbours", "tile")})
-        _check("evaluation", self, judge_steps=self.judge_steps >= 0, samples=self.samples > self.neighbours)
+        positive = ("feature_extractor_batch", "neighbours", "tile")
+        _check("evaluation", self, **{name: getattr(self, name) >= 1 for name in positive})
+        _check("evaluation", self, feature_extractor_steps=self.feature_extractor_steps >= 0)
+        _check("evaluation", self, samples=self.samples > self.neighbours)
 
 
 @dataclass(frozen=True)
 class Config:
-    """A training of the GAN."""
+    """The config of a GAN run."""
 
     run: RunConfig
     data: DataConfig = field(default_factory=DataConfig)
@@ -159,34 +167,34 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     precision: Literal["float32", "float64"] = "float32"
-    """float64 tells rounding from faults."""
+    """dtype of weights and activations. float64 helps to tell rounding errors from bugs."""
     rounding: float = 1e-5
-    """How far, relatively, the first ten losses may be from those of other ranks or machines, for training.reproduce to call it
-    rounding. Ten times as far as elsewhere: Adam without momentum makes whole steps of gradients that are rounding only."""
+    """Largest relative difference of the first ten losses that `training reproduce` calls rounding.
+    It is ten times that of other models: Adam without momentum takes full steps where a gradient is only rounding error."""
 
     def __post_init__(self) -> None:
         for widths in (self.model.generator, self.model.discriminator):
-            self.model.lowest(widths, self.data.size)
+            self.model.lowest_resolution(widths, self.data.size)
         if self.model.condition == "none":
-            _check("loss", self.loss, "0 where model.condition is none", matching=not self.loss.matching)
-            _check("loss", self.loss, "0 where model.condition is none", contrast=not self.loss.contrast)
+            _check("loss", self.loss, "0 if model.condition is none", matching=not self.loss.matching)
+            _check("loss", self.loss, "0 if model.condition is none", contrast=not self.loss.contrast)
 
 
 _RULES = {
     "test_part": "between 0 and 1",
     "max_broken": "from 0 to 1",
-    "generator": "one number of channels or more, each at least 1",
-    "discriminator": "one number of channels or more, each at least 1",
+    "generator": "one or more numbers of channels, each at least 1",
+    "discriminator": "one or more numbers of channels, each at least 1",
     "beta1": "from 0 to less than 1",
     "beta2": "from 0 to less than 1",
-    "samples": "more than neighbours",
-    **dict.fromkeys(("stddev_group", "gamma", "gamma_final", "matching", "contrast", "judge_steps"), "at least 0"),
+    "samples": "greater than evaluation.neighbours",
+    **dict.fromkeys(("stddev_group", "gamma", "gamma_final", "matching", "contrast", "feature_extractor_steps"), "at least 0"),
     **dict.fromkeys(("lr", "half_life", "temperature"), "above 0"),
 }
 
 
 def _check(section: str, config: object, rule: str = "", **holds: bool) -> None:
-    """Raises: ValueError that names the first field for which what should hold does not."""
+    """Raise ValueError for the first field in `holds` whose value is False, and say what the field must be."""
     for name, good in holds.items():
         if not good:
             raise ValueError(f"{section}.{name}={getattr(config, name)!r}: must be {rule or _RULES.get(name, 'at least 1')}")

@@ -1,4 +1,4 @@
-"""How good generated pictures are, by the features of the judge: exact, over the pictures of all ranks."""
+"""The metrics of generated images, exact over the images of all ranks. `train` and the command `evaluate` call it."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from torch import Tensor
 
 from unisono_models.gan.config import EvaluationConfig
 from unisono_models.gan.data.dataset import Datasets
-from unisono_models.gan.data.images import Images
-from unisono_models.gan.feature_extractor import Judge
-from unisono_models.gan.metrics.features import tiles_of
-from unisono_models.gan.metrics.frechet_distance import frechet_distance, take_moments
+from unisono_models.gan.data.images import ImageDataset
+from unisono_models.gan.feature_extractor import FeatureExtractor
+from unisono_models.gan.metrics.features import split_tiles
+from unisono_models.gan.metrics.frechet_distance import feature_moments, frechet_distance
 from unisono_models.gan.metrics.kernel_distance import kernel_distance, kernel_mean
 from unisono_models.gan.metrics.label_accuracy import label_metrics
-from unisono_models.gan.metrics.precision_recall import neighbour_metrics, neighbour_radii
+from unisono_models.gan.metrics.precision_recall import neighbour_radii, precision_recall
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import broadcast_object, raise_together
 from unisono_models.training.distributed.watchdog import Watchdog
 from unisono_models.training.randomness import make_generator
 
-_SEED = 0  # not the run's: runs with different seeds are asked for the same pictures
+_SEED = 0  # not the run's seed: runs with different seeds generate images for the same conditions
 
 
-class Generate(Protocol):
-    """Makes pictures (n, channels, size, size) between -1 and 1.
+class GenerateImages(Protocol):
+    """Generates images (n, channels, size, size) in [-1, 1].
 
-    Row i is the picture number numbers[i] of the evaluation, under the condition of source.train's picture places[i]; both
-    are (n,) int64, on the CPU. Each rank calls it for its own pictures, a tile at a time, and not all equally often: it must
-    not communicate.
+    numbers: (n,) int64 on the CPU, the numbers of the images in the evaluation.
+    indices: (n,) int64 on the CPU. Image i gets the condition of the image indices[i] of the training set.
+
+    Each rank calls it for its own images, and not all ranks equally often: it must not communicate.
     """
 
-    def __call__(self, numbers: Tensor, places: Tensor, /) -> Tensor: ...
+    def __call__(self, numbers: Tensor, indices: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """What the judge has seen in this rank's pictures."""
+class ExtractedFeatures:
+    """What the feature extractor gives for this rank's images."""
 
     features: Tensor
     logits: Tensor
@@ -47,128 +48,138 @@ class Seen:
 
 
 class Evaluator:
-    """Figures of generated pictures beside the real ones of source.train: the same on every rank.
+    """Computes the metrics of generated images against datasets.train: the same values on every rank.
 
-    "frechet_distance": the Fréchet distance, and "kernel_distance": MMD² by the polynomial kernel of KID (not times 1000),
-    both on the 64 features of this run's own judge: they are not FID and KID, and compare with no figures on other features.
-    "precision" and "recall", "density" and "coverage" (see metrics.neighbours): of equally many real and generated pictures,
-    as many as there are of the fewer. "label_accuracy" and "class_coverage" (see metrics.labels): where pictures have classes;
-    the first only if `conditional`, as nothing is asked of pictures otherwise.
+    "frechet_distance", and "kernel_distance", the MMD² of KID (not times 1000). Both use the 64 features of this run's own
+    feature extractor: they are not FID and KID. "precision", "recall", "density" and "coverage" (metrics.precision_recall): of
+    equally many real and generated images. "label_accuracy" and "class_coverage" (metrics.label_accuracy): if the images have
+    classes, the first one only if `conditional`.
 
-    The real pictures' features are computed once, when it is made: on all ranks together, each its share.
+    The features of the real images are computed once, in __init__: by all ranks together, each for its share.
 
     Example:
-        evaluator = Evaluator(source, judge, ranks, heartbeat, config.evaluation)
-        evaluator(lambda numbers, places: generator(noise[numbers], labels[places]))  ->  {"frechet_distance": 5.6, …}
+        evaluator = Evaluator(datasets, extractor, ranks, watchdog, config.evaluation)
+        evaluator(lambda numbers, indices: generator(noise[numbers], labels[indices]))  ->  {"frechet_distance": 5.6, …}
     """
 
     def __init__(
         self,
-        source: Datasets,
-        judge: Judge,
+        datasets: Datasets,
+        extractor: FeatureExtractor,
         ranks: Ranks,
-        heartbeat: Watchdog | None,
+        watchdog: Watchdog | None,
         config: EvaluationConfig,
         *,
         conditional: bool = True,
     ) -> None:
-        self.source, self.judge, self.ranks, self.heartbeat, self.config = source, judge, ranks, heartbeat, config
+        self.datasets = datasets
+        self.extractor = extractor
+        self.ranks = ranks
+        self.watchdog = watchdog
+        self.config = config
         self.conditional = conditional
-        validate_counts(source, config)
-        shuffled = torch.randperm(len(source.train), generator=make_generator(_SEED, "evaluation"))
-        self._places = shuffled.repeat(-(-config.samples // len(shuffled)))[: config.samples]
-        self._real = self._see(source.train, shuffled)
-        self._moments = take_moments(self._real.features)
+        validate_counts(datasets, config)
+        shuffled = torch.randperm(len(datasets.train), generator=make_generator(_SEED, "evaluation"))
+        self._indices = shuffled.repeat(-(-config.samples // len(shuffled)))[: config.samples]
+        self._real = self._extract_real(datasets.train, shuffled)
+        self._moments = feature_moments(self._real.features)
         self._kernel_rows = self._first(self._real.features, min(config.samples, len(shuffled)), len(shuffled))
         self._kernel_mean = kernel_mean(self._kernel_rows, tile=config.tile)
         self._radii: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def __call__(self, generate: Generate) -> dict[str, float]:
-        """The figures of config.samples pictures, under the conditions of a fixed choice from source.train. All ranks call."""
-        images = self.source.train
+    def __call__(self, generate: GenerateImages) -> dict[str, float]:
+        """Return the metrics of config.samples images, with conditions from a fixed choice of training images.
+
+        All ranks call it.
+        """
+        labels = self.datasets.train.labels
 
         def make(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
-            places = self._places[numbers]
-            return generate(numbers, places), None if images.labels is None else images.labels[places]
+            indices = self._indices[numbers]
+            return generate(numbers, indices), None if labels is None else labels[indices]
 
-        return self._compare(self._look(make, len(self._places)), len(self._places))
+        return self._compare(self._extract(make, len(self._indices)), len(self._indices))
 
     @torch.no_grad()
     def real(self) -> dict[str, float]:
-        """What the real pictures of source.test score, by "real/frechet_distance" and so on; nothing if they are fewer than 2.
+        """Return the metrics of the real images of datasets.test as "real/frechet_distance" etc.; {} if they are too few.
 
-        A yardstick, with a grain of salt: if they are fewer than config.samples, chance alone makes their distances larger.
+        Fewer images than config.samples give larger distances by chance.
         """
-        test = self.source.test
+        test = self.datasets.test
         if len(test) < max(2, self.config.neighbours + 1):
             return {}
-        found = self._compare(self._see(test, torch.arange(len(test))), len(test))
-        return {f"real/{name}": value for name, value in found.items()}
+        metrics = self._compare(self._extract_real(test, torch.arange(len(test))), len(test))
+        return {f"real/{name}": value for name, value in metrics.items()}
 
-    def _compare(self, seen: Seen, count: int) -> dict[str, float]:
-        """The figures of `count` pictures on all ranks, of which this one has seen its share."""
-        tile, k = self.config.tile, self.config.neighbours
-        found = {"frechet_distance": frechet_distance(take_moments(seen.features), self._moments)}
-        found["kernel_distance"] = kernel_distance(self._kernel_rows, seen.features, tile=tile, real_mean=self._kernel_mean)
+    def _compare(self, extracted: ExtractedFeatures, count: int) -> dict[str, float]:
+        """Return the metrics of `count` images on all ranks; `extracted` is this rank's share."""
+        train = self.datasets.train
+        tile = self.config.tile
+        k = self.config.neighbours
+        metrics = {"frechet_distance": frechet_distance(feature_moments(extracted.features), self._moments)}
+        metrics["kernel_distance"] = kernel_distance(
+            self._kernel_rows, extracted.features, tile=tile, real_mean=self._kernel_mean
+        )
         self._beat()
-        like = min(count, len(self.source.train))
-        real, fake = self._first(self._real.features, like, len(self.source.train)), self._first(seen.features, like, count)
-        if like not in self._radii:
-            self._radii[like] = neighbour_radii(real, k=k, tile=tile)
-        found |= neighbour_metrics(real, fake, k=k, tile=tile, real_radii=self._radii[like])
+        equal_count = min(count, len(train))
+        real = self._first(self._real.features, equal_count, len(train))
+        fake = self._first(extracted.features, equal_count, count)
+        if equal_count not in self._radii:
+            self._radii[equal_count] = neighbour_radii(real, k=k, tile=tile)
+        metrics |= precision_recall(real, fake, k=k, tile=tile, real_radii=self._radii[equal_count])
         self._beat()
-        if seen.labels is not None and self.source.train.labels is not None:
-            real_counts = torch.bincount(self.source.train.labels, minlength=len(self.judge.classes))
-            of_labels = label_metrics(seen.logits, seen.labels, real_counts=real_counts)
-            found |= of_labels if self.conditional else {"class_coverage": of_labels["class_coverage"]}
-        heard: dict[str, float] = broadcast_object(found)  # hosts of another make may round the last bit differently
-        return heard
+        if extracted.labels is not None and train.labels is not None:
+            real_counts = torch.bincount(train.labels, minlength=len(self.extractor.classes))
+            of_labels = label_metrics(extracted.logits, extracted.labels, real_counts=real_counts)
+            metrics |= of_labels if self.conditional else {"class_coverage": of_labels["class_coverage"]}
+        from_rank_0: dict[str, float] = broadcast_object(metrics)  # different CPUs may round the last bit differently
+        return from_rank_0
 
-    def _see(self, images: Images, places: Tensor) -> Seen:
-        """Of real pictures."""
-
+    def _extract_real(self, images: ImageDataset, indices: Tensor) -> ExtractedFeatures:
         def read(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
-            mine = places[numbers]
-            return images.floats(mine, device=self.ranks.device), None if images.labels is None else images.labels[mine]
+            chosen = indices[numbers]
+            return images.floats(chosen, device=self.ranks.device), None if images.labels is None else images.labels[chosen]
 
-        return self._look(read, len(places))
+        return self._extract(read, len(indices))
 
     @torch.no_grad()
-    def _look(self, make: Callable[[Tensor], tuple[Tensor, Tensor | None]], count: int) -> Seen:
-        """Have the judge see this rank's share of `count` pictures."""
-        weight, labelled = self.judge.head.weight, bool(self.judge.classes)
+    def _extract(self, make: Callable[[Tensor], tuple[Tensor, Tensor | None]], count: int) -> ExtractedFeatures:
+        """Extract the features of this rank's share of `count` images. `make` gives images and labels by their numbers."""
+        weight = self.extractor.head.weight
         features = [weight.new_empty(0, weight.shape[1])]
-        logits, labels = [weight.new_empty(0, weight.shape[0])], [torch.empty(0, dtype=torch.int64)]
+        logits = [weight.new_empty(0, weight.shape[0])]
+        labels = [torch.empty(0, dtype=torch.int64)]
         with raise_together("Evaluator"):
-            for numbers in tiles_of(self._share(count), self.config.tile):
-                pictures, asked = make(numbers)
-                expected = (len(numbers), self.judge.channels, self.judge.size, self.judge.size)
-                if tuple(pictures.shape) != expected:
-                    raise ValueError(f"Evaluator: generate gave pictures of {tuple(pictures.shape)}, expected {expected}")
-                features.append(self.judge.features(pictures.to(weight)))
-                logits.append(self.judge.head(features[-1]))
-                labels += [] if asked is None else [asked]
+            for numbers in split_tiles(self._share(count), self.config.tile):
+                images, given = make(numbers)
+                expected = (len(numbers), self.extractor.channels, self.extractor.size, self.extractor.size)
+                if tuple(images.shape) != expected:
+                    raise ValueError(f"Evaluator: generate returned images of {tuple(images.shape)}, expected {expected}")
+                features.append(self.extractor.features(images.to(weight)))
+                logits.append(self.extractor.head(features[-1]))
+                labels += [] if given is None else [given]
                 self._beat()
-        asked = torch.cat(labels).to(weight.device) if labelled else None
-        return Seen(torch.cat(features), torch.cat(logits), asked)
+        all_labels = torch.cat(labels).to(weight.device) if self.extractor.classes else None
+        return ExtractedFeatures(torch.cat(features), torch.cat(logits), all_labels)
 
     def _share(self, count: int) -> Tensor:
         return torch.arange(count).tensor_split(self.ranks.size)[self.ranks.rank]
 
     def _first(self, features: Tensor, wanted: int, count: int) -> Tensor:
-        """Those of this rank's share of `count` pictures that are among the first `wanted`."""
+        """Return the rows of this rank's share of `count` images that are among the first `wanted` of all ranks."""
         return features[: int((self._share(count) < wanted).sum())]
 
     def _beat(self) -> None:
-        if self.heartbeat is not None:
-            self.heartbeat.beat()
+        if self.watchdog is not None:
+            self.watchdog.beat()
 
 
-def validate_counts(source: Datasets, config: EvaluationConfig) -> None:
-    """Raises: ValueError if there are too few pictures for an Evaluator. Cheap: to be called before anything is trained."""
-    if min(config.samples, len(source.train)) <= config.neighbours:
+def validate_counts(datasets: Datasets, config: EvaluationConfig) -> None:
+    """Raise ValueError if there are too few images for an Evaluator. It is cheap: call it before the training."""
+    if min(config.samples, len(datasets.train)) <= config.neighbours:
         raise ValueError(
-            f"evaluation.neighbours={config.neighbours}: must be fewer than evaluation.samples={config.samples} and than the "
-            f"{len(source.train)} pictures to train on"
+            f"evaluation.neighbours={config.neighbours}: must be less than evaluation.samples={config.samples} and less than "
+            f"the {len(datasets.train)} images to train on"
         )

@@ -1,4 +1,4 @@
-"""Pictures side by side in one picture file, enlarged so that each of their pixels is seen."""
+"""Image files that show generated images: grids, and the animation of a training."""
 
 from __future__ import annotations
 
@@ -16,175 +16,176 @@ from torch import Tensor
 from unisono_models.training.checkpoint.atomic_file import atomic_write
 from unisono_models.training.run.plots import INKS
 
-CELL = 56  # pixels a side that a picture gets at least
-GAP, MARGIN, LETTERS = 4, 12, 15
-ROOM = 240  # for the name of a row: what is longer is shortened
-BACKGROUND, INK = INKS["dark"][:2]  # on light and dark pages alike: digits are light on dark, and so is what is around them
+MIN_CELL = 56  # smallest size of an image in a grid, in pixels
+GAP = 4
+MARGIN = 12
+FONT_SIZE = 15
+MAX_NAME_WIDTH = 240  # pixels; longer row names are shortened
+BACKGROUND, INK = INKS["dark"][:2]  # dark on light and dark pages alike, since the digits are light on dark
+# The animation: durations are in milliseconds.
+FIRST_FRAME = 900
+LAST_FRAME = 3000
+_FRAMES_BETWEEN = 7000
+_SHORTEST_FRAME = 90
+_LONGEST_FRAME = 400
+_MAX_FRAMES = 60
+_MAX_BYTES = 1_000_000
+_STRIP_HEIGHT = FONT_SIZE + MARGIN + 2
+_BAR = "#5ab0e8"
+_TRACK = "#2c313c"
 
 
 def draw_grid(
-    pictures: Tensor, *, columns: int, row_names: Sequence[str] = (), column_names: Sequence[str] = (), cell: int = CELL
+    images: Tensor, *, columns: int, row_names: Sequence[str] = (), column_names: Sequence[str] = (), cell: int = MIN_CELL
 ) -> Image.Image:
-    """`pictures` (n, 1 or 3, size, size) between -1 and 1 in rows of `columns`, in reading order, names beside and above them.
+    """Draw images (n, 1 or 3, size, size) in [-1, 1] in rows of `columns`, in reading order.
 
-    Each is enlarged by the smallest whole number that makes it `cell` pixels or more, without smoothing.
+    Each image is enlarged by the smallest whole number that makes it `cell` pixels or more, without smoothing. Row names stand
+    on the left, column names above.
 
     Example:
         >>> draw_grid(torch.zeros(6, 1, 16, 16), columns=3).size  # 3 x 2 of 64 pixels, with gaps and a margin
         (224, 156)
     """
-    count, channels, size, _ = pictures.shape
+    count, channels, size, _ = images.shape
     rows = math.ceil(count / columns) if columns > 0 else 0
     if not count or columns < 1 or channels not in (1, 3):
         raise ValueError(
-            f"draw_grid: pictures of shape {tuple(pictures.shape)} in {columns} columns: must be (n, 1 or 3, size, size), "
-            "at least one, in one column or more"
+            f"draw_grid: images of shape {tuple(images.shape)} in {columns} columns: expected (n, 1 or 3, size, size) with one "
+            "image or more, in one column or more"
         )
-    for what, names, wanted in (("row_names", row_names, rows), ("column_names", column_names, columns)):
-        if names and len(names) != wanted:
-            raise ValueError(f"draw_grid: {len(names)} {what}, but there are {wanted} to name")
+    for argument, names, expected in (("row_names", row_names, rows), ("column_names", column_names, columns)):
+        if names and len(names) != expected:
+            raise ValueError(f"draw_grid: {len(names)} {argument}, expected {expected}")
     side = size * max(1, math.ceil(cell / size))
-    row_names = [_shorten(name, ROOM) for name in row_names]
+    row_names = [_shorten(name, MAX_NAME_WIDTH) for name in row_names]
     left = MARGIN + (math.ceil(max(_font().getlength(name) for name in row_names)) + MARGIN if row_names else 0)
-    top = MARGIN + (LETTERS + GAP * 2 if column_names else 0)
-    width, height = left + columns * (side + GAP) - GAP + MARGIN, top + rows * (side + GAP) - GAP + MARGIN
-    sheet = Image.new("RGB", (width, height), BACKGROUND)
-    for place, picture in enumerate(to_pixels(pictures)):
-        row, column = divmod(place, columns)
-        # numpy is what Pillow takes: (h, w) of grey, (h, w, 3) of colours
-        array = picture[0].numpy() if channels == 1 else picture.permute(1, 2, 0).contiguous().numpy()
+    top = MARGIN + (FONT_SIZE + GAP * 2 if column_names else 0)
+    width = left + columns * (side + GAP) - GAP + MARGIN
+    height = top + rows * (side + GAP) - GAP + MARGIN
+    grid = Image.new("RGB", (width, height), BACKGROUND)
+    for index, image in enumerate(to_uint8(images)):
+        row, column = divmod(index, columns)
+        # Pillow takes numpy arrays of shape (h, w) for grey and (h, w, 3) for colour
+        array = image[0].numpy() if channels == 1 else image.permute(1, 2, 0).contiguous().numpy()
         enlarged = Image.fromarray(array).resize((side, side), Image.Resampling.NEAREST)
-        sheet.paste(enlarged, (left + column * (side + GAP), top + row * (side + GAP)))
-    pen = ImageDraw.Draw(sheet)
+        grid.paste(enlarged, (left + column * (side + GAP), top + row * (side + GAP)))
+    draw = ImageDraw.Draw(grid)
     for row, name in enumerate(row_names):
-        pen.text((left - MARGIN, top + row * (side + GAP) + side // 2), name, INK, _font(), anchor="rm")
+        draw.text((left - MARGIN, top + row * (side + GAP) + side // 2), name, INK, _font(), anchor="rm")
     for column, name in enumerate(column_names):
-        at = (left + column * (side + GAP) + side // 2, MARGIN + LETTERS // 2)
-        pen.text(at, _shorten(name, side), INK, _font(), anchor="mm")
-    return sheet
+        position = (left + column * (side + GAP) + side // 2, MARGIN + FONT_SIZE // 2)
+        draw.text(position, _shorten(name, side), INK, _font(), anchor="mm")
+    return grid
 
 
-def save_picture(picture: Image.Image, path: Path) -> None:
-    """A PNG at `path`, which is whole or as it was before. Its directory is made if need be."""
+def save_png(image: Image.Image, path: Path) -> None:
+    """Write a PNG atomically. The directory is created if necessary."""
     content = io.BytesIO()
-    picture.save(content, "PNG", optimize=True)
+    image.save(content, "PNG", optimize=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, content.getvalue())
 
 
-def to_pixels(pictures: Tensor) -> Tensor:
-    """Numbers between -1 and 1 to uint8 on the CPU: the inverse of Images.floats. What is no number becomes grey.
+def to_uint8(images: Tensor) -> Tensor:
+    """Convert numbers in [-1, 1] to uint8 on the CPU, the inverse of ImageDataset.floats. NaN becomes grey.
 
     Example:
-        >>> to_pixels(torch.tensor([-1.0, 0.0, 1.0, 7.0, float("nan")])).tolist()
+        >>> to_uint8(torch.tensor([-1.0, 0.0, 1.0, 7.0, float("nan")])).tolist()
         [0, 128, 255, 255, 128]
     """
-    levels = (pictures.detach().float().nan_to_num(0.0) + 1) * 127.5
+    levels = (images.detach().float().nan_to_num(0.0) + 1) * 127.5
     return levels.round().clamp(0, 255).to("cpu", torch.uint8)
 
 
-def _shorten(text: str, room: float) -> str:
+def frame_path(folder: Path, step: int) -> Path:
+    """Return the path of the sample grid of `step`."""
+    return folder / f"step-{step:08d}.png"
+
+
+def find_frames(folder: Path) -> dict[int, Path]:
+    """Return the sample grids in `folder` by step, sorted."""
+    matches = ((re.fullmatch(r"step-(\d+)\.png", path.name), path) for path in folder.glob("step-*.png"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def write_animation(frames: Mapping[int, Path], path: Path, *, max_bytes: int = _MAX_BYTES) -> None:
+    """Write the sample grids `frames`, by step and sorted, as an animated WebP that repeats.
+
+    Each frame shows its step; the first and the last stay longer. At most 60 frames are used. The file is lossless if that fits
+    into `max_bytes`, else lossy, and if that is not enough it has fewer frames, at least 2.
+
+    Raises: ValueError if `frames` is empty.
+    """
+    if not frames:
+        raise ValueError("write_animation: frames is empty; one step at least is needed")
+    steps = choose_evenly(list(frames), _MAX_FRAMES)
+    while True:
+        images = [_draw_frame(frames[step], step, steps[-1]) for step in steps]
+        content = _encode(images, lossless=True)
+        for quality in (75, 40):  # large pixels are smaller lossless, detailed images lossy
+            if len(content) > max_bytes:
+                content = min(content, _encode(images, quality=quality), key=len)
+        if len(content) <= max_bytes or len(steps) <= 2:
+            break
+        steps = choose_evenly(steps, max(2, len(steps) // 2))
+    atomic_write(path, content)
+
+
+def choose_evenly(steps: list[int], count: int) -> list[int]:
+    """Return at most `count` of `steps`, with the first and the last.
+
+    Example:
+        >>> choose_evenly([0, 1, 2, 3, 4, 5, 6], 3)
+        [0, 3, 6]
+    """
+    if len(steps) <= count:
+        return steps
+    return [steps[round(index * (len(steps) - 1) / (count - 1))] for index in range(count)]
+
+
+def _durations(count: int) -> list[int]:
+    between = max(_SHORTEST_FRAME, min(_LONGEST_FRAME, _FRAMES_BETWEEN // max(1, count - 2)))
+    return [FIRST_FRAME, *[between] * (count - 2), LAST_FRAME] if count > 1 else [LAST_FRAME]
+
+
+def _draw_frame(path: Path, step: int, last: int) -> Image.Image:
+    """Return the grid at `path` with a strip below that shows the step and a progress bar."""
+    with Image.open(path) as opened:
+        grid = opened.convert("RGB")
+    frame = Image.new("RGB", (grid.width, grid.height + _STRIP_HEIGHT), BACKGROUND)
+    frame.paste(grid)
+    draw = ImageDraw.Draw(frame)
+    middle = grid.height + FONT_SIZE // 2 + 1
+    draw.text((MARGIN, middle), f"step {step:,}", INK, _font(), anchor="lm")
+    left = 2 * MARGIN + int(_font().getlength(f"step {last:,}"))
+    right = grid.width - MARGIN
+    if right > left:
+        draw.rectangle((left, middle - 1, right, middle + 1), _TRACK)
+        draw.rectangle((left, middle - 1, left + (right - left) * step // max(1, last), middle + 1), _BAR)
+    return frame
+
+
+def _encode(images: list[Image.Image], **options: float) -> bytes:
+    content = io.BytesIO()
+    first, *others = images
+    durations = _durations(len(images))
+    first.save(content, "WEBP", save_all=True, append_images=others, duration=durations, loop=0, method=4, **options)
+    return content.getvalue()
+
+
+def _shorten(text: str, width: float) -> str:
     text = text[:200]
-    if _font().getlength(text) <= room:
+    if _font().getlength(text) <= width:
         return text
-    while text and _font().getlength(text + "…") > room:
+    while text and _font().getlength(text + "…") > width:
         text = text[:-1]
     return text.rstrip() + "…"
 
 
 @cache
 def _font() -> ImageFont.FreeTypeFont:
-    return font(LETTERS)
-
-
-def font(size: int) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans, which matplotlib brings: the same on every machine."""
+    """Return DejaVu Sans, which comes with matplotlib: the same on every machine."""
     import matplotlib
 
-    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", size)
-
-
-FIRST, LAST = 900, 3000  # milliseconds
-_ALL, _SHORTEST, _LONGEST = 7000, 90, 400  # of those between
-_MOST = 60  # frames
-_BYTES = 1_000_000
-_STRIP = LETTERS + MARGIN + 2
-_BAR, _TRACK = "#5ab0e8", "#2c313c"
-
-
-def frame_path(folder: Path, step: int) -> Path:
-    """Where the picture of `step` is kept."""
-    return folder / f"step-{step:08d}.png"
-
-
-def find_frames(folder: Path) -> dict[int, Path]:
-    """The pictures in `folder` by their steps, in order."""
-    found = {
-        int(match[1]): path for path in folder.glob("step-*.png") if (match := re.fullmatch(r"step-(\d+)\.png", path.name))
-    }
-    return dict(sorted(found.items()))
-
-
-def write_animation(frames: Mapping[int, Path], path: Path, *, most_bytes: int = _BYTES) -> None:
-    """The pictures `frames`, by step and in order, as an animated WebP that begins again at its end.
-
-    Each says its step; the first and the last stay longer. Of many, as many as can be looked at are taken, evenly. It is
-    lossless, unless that would be larger than `most_bytes`; what is larger with some loss, too, has fewer frames, 2 at least.
-
-    Raises: ValueError if there are none.
-    """
-    if not frames:
-        raise ValueError("write_animation: frames is empty: it needs the picture of one step at least")
-    steps = choose_evenly(list(frames), _MOST)
-    while True:
-        pictures = [_with_step(frames[step], step, steps[-1]) for step in steps]
-        content = _encode(pictures, lossless=True)
-        for quality in (75, 40):  # large pixels are smaller without loss, fine drawings with some
-            if len(content) > most_bytes:
-                content = min(content, _encode(pictures, quality=quality), key=len)
-        if len(content) <= most_bytes or len(steps) <= 2:
-            break
-        steps = choose_evenly(steps, max(2, len(steps) // 2))
-    atomic_write(path, content)
-
-
-def choose_evenly(steps: list[int], most: int) -> list[int]:
-    """At most `most` of `steps`, the first and the last among them.
-
-    Example:
-        >>> choose_evenly([0, 1, 2, 3, 4, 5, 6], 3)
-        [0, 3, 6]
-    """
-    if len(steps) <= most:
-        return steps
-    return [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
-
-
-def durations(count: int) -> list[int]:
-    """Milliseconds for each of `count` frames."""
-    between = max(_SHORTEST, min(_LONGEST, _ALL // max(1, count - 2)))
-    return [FIRST, *[between] * (count - 2), LAST] if count > 1 else [LAST]
-
-
-def _with_step(path: Path, step: int, last: int) -> Image.Image:
-    """The picture with a line below: how far the training has come."""
-    with Image.open(path) as opened:
-        frame = opened.convert("RGB")
-    sheet = Image.new("RGB", (frame.width, frame.height + _STRIP), BACKGROUND)
-    sheet.paste(frame)
-    pen, middle = ImageDraw.Draw(sheet), frame.height + LETTERS // 2 + 1
-    letters = font(LETTERS)
-    pen.text((MARGIN, middle), f"step {step:,}", INK, letters, anchor="lm")
-    left, right = 2 * MARGIN + int(letters.getlength(f"step {last:,}")), frame.width - MARGIN
-    if right > left:
-        pen.rectangle((left, middle - 1, right, middle + 1), _TRACK)
-        pen.rectangle((left, middle - 1, left + (right - left) * step // max(1, last), middle + 1), _BAR)
-    return sheet
-
-
-def _encode(pictures: list[Image.Image], **loss: float) -> bytes:
-    content = io.BytesIO()
-    first, *others = pictures
-    times = durations(len(pictures))
-    first.save(content, "WEBP", save_all=True, append_images=others, duration=times, loop=0, method=4, **loss)
-    return content.getvalue()
+    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", FONT_SIZE)

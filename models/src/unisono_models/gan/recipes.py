@@ -1,4 +1,4 @@
-"""The recipes: what is trained, on what, for how long. Any field can be changed on the command line."""
+"""The recipes of the GAN. Every field of their configs can be changed on the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RECIPES: Recipes[Config] = Recipes("gan", Config)
 
 @RECIPES.add
 def digits() -> Config:
-    """Handwritten digits by class (MNIST-5k), as they were scanned, 28 pixels: five minutes on two cores."""
+    """Train on handwritten digits by class (MNIST-5k, 28 pixels). It takes five minutes on two cores."""
     return Config(
         run=RunConfig(steps=2000, evaluate_every=500, log_every=20),
         optimizer=OptimizerConfig(warmup=0.05),
@@ -23,20 +23,20 @@ def digits() -> Config:
 
 @RECIPES.add
 def digits16() -> Config:
-    """As digits, reduced to 16 pixels, for twice as many steps."""
+    """Train like digits, at 16 pixels and for twice as many steps."""
     config = digits()
     return replace(config, run=replace(config.run, steps=4000), data=replace(config.data, size=16))
 
 
 @RECIPES.add
 def digits_unconditional() -> Config:
-    """As digits, without telling the networks which digit."""
+    """Train like digits, but without a condition."""
     return replace(digits(), model=replace(digits().model, condition="none"))
 
 
 @RECIPES.add
 def fashion() -> Config:
-    """Clothes by class, 28 pixels: --data.source with the folder of Fashion-MNIST's idx files."""
+    """Train on clothes by class at 28 pixels. Set --data.source to the folder with Fashion-MNIST's idx files."""
     config = digits()
     data = DataConfig("/usr/share/datasets/fashion-mnist", batch=256)
     return replace(config, run=replace(config.run, steps=20_000, evaluate_every=2000), data=data)
@@ -44,46 +44,48 @@ def fashion() -> Config:
 
 @RECIPES.add
 def emoji() -> Config:
-    """Emoji drawings of 32 pixels in colour, by the nine groups of Unicode: for an hour on two cores."""
+    """Train on colour emoji at 32 pixels, by the nine groups of Unicode. It takes an hour on two cores."""
     return Config(
         run=RunConfig(steps=12_000, evaluate_every=2000, log_every=20),
         data=DataConfig("emoji", size=32, colour=True),
         model=ModelConfig(generator=(96, 64, 32), discriminator=(96, 64, 32), noise=128),
         optimizer=OptimizerConfig(lr=1e-3, warmup=0.05),
-        evaluation=EvaluationConfig(pictures_every=500),
+        evaluation=EvaluationConfig(images_every=500),
         checkpoint=CheckpointConfig(every=500),
     )
 
 
 @RECIPES.add
 def emoji_text() -> Config:
-    """As emoji, by their names: conditions that do not match count as fakes, and pictures find their names."""
+    """Train like emoji, with their names as the condition, the matching loss and the contrastive loss."""
     config = emoji()
     loss = LossConfig(matching=0.5, contrast=0.1)
     return replace(config, model=replace(config.model, condition="text"), loss=loss)
 
 
 @RECIPES.add
-def pictures64() -> Config:
-    """A folder of pictures at 64 pixels in colour, for GPUs: --data.source FOLDER [--model.condition class]"""
+def images64() -> Config:
+    """Train on a folder of images at 64 pixels in colour, on GPUs: --data.source FOLDER [--model.condition class]"""
     widths = (512, 384, 256, 128)
     return Config(
         run=RunConfig(steps=100_000, evaluate_every=10_000, log_every=50, timeout=1800),
-        data=DataConfig("/data/pictures", size=64, colour=True, batch=512),
+        data=DataConfig("/data/images", size=64, colour=True, batch=512),
         model=ModelConfig("none", generator=widths, discriminator=widths, blocks=2, noise=128, embedding=256),
         optimizer=OptimizerConfig(lr=2e-4, half_life=500_000, warmup=0.01),
-        evaluation=EvaluationConfig(samples=20_000, judge_steps=5000, judge_batch=512, pictures_every=2000),
+        evaluation=EvaluationConfig(
+            samples=20_000, feature_extractor_steps=5000, feature_extractor_batch=512, images_every=2000
+        ),
         checkpoint=CheckpointConfig(every=5000),
     )
 
 
 @RECIPES.add
 def tiny() -> Config:
-    """Digits of 16 pixels for seconds, to see that everything works."""
+    """Train on digits at 16 pixels for a few seconds, to see that everything works."""
     return Config(
         run=RunConfig(steps=60, evaluate_every=30, timeout=60),
         data=DataConfig(size=16),
         model=ModelConfig(generator=(16, 8), discriminator=(16, 8), noise=16, embedding=16),
-        evaluation=EvaluationConfig(samples=200, judge_steps=40, tile=100, pictures_every=10),
+        evaluation=EvaluationConfig(samples=200, feature_extractor_steps=40, tile=100, images_every=10),
         checkpoint=CheckpointConfig(every=25),
     )

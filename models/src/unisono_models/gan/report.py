@@ -1,4 +1,4 @@
-"""The training pictures that are nearest to generated ones: what was copied would be seen."""
+"""What a run writes: sample grids during the training; at the end the export, figures and the report."""
 
 from __future__ import annotations
 
@@ -12,193 +12,215 @@ from torch import Tensor
 
 from unisono_models.gan.config import Condition, Config
 from unisono_models.gan.data.dataset import Datasets
-from unisono_models.gan.data.images import Images
+from unisono_models.gan.data.images import ImageDataset
 from unisono_models.gan.evaluate import Evaluator
-from unisono_models.gan.feature_extractor import Judge
-from unisono_models.gan.figures import draw_grid, find_frames, frame_path, save_picture, write_animation
+from unisono_models.gan.feature_extractor import FeatureExtractor
+from unisono_models.gan.figures import draw_grid, find_frames, frame_path, save_png, write_animation
 from unisono_models.gan.model.export import write_export
 from unisono_models.gan.model.generator import Generator
-from unisono_models.gan.model.sampling import COLUMNS, find_real, make_paths, make_rows, show_some
+from unisono_models.gan.model.sampling import (
+    COLUMNS,
+    draw_conditions,
+    generate_interpolations,
+    generate_rows,
+    select_real_images,
+)
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.run.plots import readable_name
 from unisono_models.training.run.report import ReportImage, format_number, write_report
 from unisono_models.training.run.run_directory import RunDirectory
 
-_TILE = 1000  # pictures at a time
-
-
-@torch.no_grad()
-def find_nearest(
-    pictures: Tensor, images: Images, *, describe: Callable[[Tensor], Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """For each of `pictures` (n, c, s, s): the place (n,) of the nearest of `images`, and its distance (n,).
-
-    describe: pictures to features (m, d), between which the distance is Euclidean. None: the root mean square of pixels.
-
-    Example:
-        >>> images = Images(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
-        >>> find_nearest(torch.full((1, 1, 1, 1), 0.5), images)
-        (tensor([1]), tensor([0.5000]))
-    """
-    describe = describe or _pixels
-    wanted = describe(pictures)
-    best, places = wanted.new_full((len(wanted),), torch.inf), torch.zeros(len(wanted), dtype=torch.int64)
-    for tile in torch.arange(len(images)).split(_TILE):
-        found = describe(images.floats(tile, dtype=pictures.dtype, device=pictures.device))
-        nearest = torch.cdist(wanted, found).argmin(1)  # by products, which is fast, and inexact for what is very near
-        distances = (wanted - found[nearest]).norm(dim=1)
-        closer = distances < best
-        best = torch.where(closer, distances, best)
-        places = torch.where(closer.cpu(), tile[nearest.cpu()], places)
-    return places, best.cpu()
-
-
-def _pixels(pictures: Tensor) -> Tensor:
-    flat: Tensor = pictures.flatten(1)
-    return flat.div(flat.shape[1] ** 0.5)
-
-
 HIGHLIGHTS = ("frechet_distance", "label_accuracy", "precision", "recall")
+_TABLE_TITLE = "Generated images beside real ones"
+_IMAGES_PER_TILE = 1000
 
 
-def save_sample_grid(run: RunDirectory, average: Generator, source: Datasets, *, step: int, seed: int) -> None:
-    """Keep a picture of what the generator makes after `step`: of the same noise and conditions each time.
+def save_sample_grid(run: RunDirectory, average: Generator, datasets: Datasets, *, step: int, seed: int) -> None:
+    """Save a grid of generated images, with the same noise and conditions at every step, as samples/step-00000100.png.
 
-    Every rank calls this; rank 0 writes samples/step-00000100.png. A disk that is full does not end the run for it.
+    Every rank calls it; rank 0 writes. If the disk is full, the run continues without the grid.
     """
-    with raise_together("write_frame"):
+    with raise_together("save_sample_grid"):
         if run.first:
-            shown = show_some(source.train, kind=average.config.condition, seed=seed)
-            sheet = draw_grid(make_rows(average, shown, seed=seed), columns=COLUMNS, row_names=shown.names)
+            conditions = draw_conditions(datasets.train, kind=average.config.condition, seed=seed)
+            images = generate_rows(average, conditions, seed=seed)
+            grid = draw_grid(images, columns=COLUMNS, row_names=conditions.names)
             try:
-                save_picture(sheet, frame_path(run.samples, step))
+                save_png(grid, frame_path(run.samples, step))
             except OSError as error:
-                print(f"the picture of step {step:,} cannot be written ({error}). The run goes on", file=sys.stderr)
+                print(f"the sample grid of step {step:,} cannot be written ({error}). The run continues", file=sys.stderr)
 
 
 def write_run_report(
-    run: RunDirectory, config: Config, average: Generator, source: Datasets, evaluator: Evaluator, figures: Mapping[str, float]
+    run: RunDirectory,
+    config: Config,
+    average: Generator,
+    datasets: Datasets,
+    evaluator: Evaluator,
+    metrics: Mapping[str, float],
 ) -> None:
-    """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
+    """Write the export, the figures, the report and the summary of a run, and print where they are.
+
+    Every rank calls it; rank 0 writes.
+    """
     real = evaluator.real()
-    rows = figure_rows(figures, real)
-    pictures: list[ReportImage] = []
-    with raise_together("conclude"):
+    rows = metric_rows(metrics, real)
+    images: list[ReportImage] = []
+    with raise_together("write_run_report"):
         if run.first:
-            write_export(run.export, average, data=config.data, images=source.train)
-            pictures = draw_pictures(run, average, source, evaluator, seed=config.run.seed)
+            write_export(run.export, average, data=config.data, images=datasets.train)
+            images = draw_report_images(run, average, datasets, evaluator.extractor, seed=config.run.seed)
     write_report(
         run,
         title="A GAN that sees the global batch",
-        intro=_intro(config, source),
-        pictures=pictures,
-        tables={"Generated pictures beside real ones": rows},
-        notes=[*source.notes, *_notes(evaluator)],
-        summary={**figures, **real},
-        highlights=[name for name in HIGHLIGHTS if name in figures],
+        intro=_introduction(config, datasets),
+        images=images,
+        tables={_TABLE_TITLE: rows},
+        notes=[*datasets.notes, *_notes(evaluator)],
+        summary={**metrics, **real},
+        highlights=[name for name in HIGHLIGHTS if name in metrics],
     )
     if run.first:
-        print_table(rows, title="Generated pictures beside real ones")
-        _say_where(run, config.model.condition)
-    run.finish({**figures, **real})  # last: from here on, whatever happens, it is not run again
+        print_table(rows, title=_TABLE_TITLE)
+        _print_next_commands(run, config.model.condition)
+    run.finish({**metrics, **real})  # last: a finished run is not started again
 
 
-def draw_pictures(
-    run: RunDirectory, average: Generator, source: Datasets, evaluator: Evaluator, *, seed: int
+def draw_report_images(
+    run: RunDirectory, average: Generator, datasets: Datasets, extractor: FeatureExtractor, *, seed: int
 ) -> list[ReportImage]:
-    """The pictures of the report, in samples/. One rank calls."""
-    kind, found = average.config.condition, []
+    """Write the images of the report into samples/. One rank calls it."""
+    report_images: list[ReportImage] = []
 
-    def keep(name: str, caption: str, sheet: Tensor, names: Sequence[str] = ()) -> None:
-        save_picture(draw_grid(sheet, columns=COLUMNS, row_names=names), run.samples / name)
-        found.append(ReportImage(run.samples / name, caption))
+    def add_grid(name: str, caption: str, images: Tensor, row_names: Sequence[str] = ()) -> None:
+        save_png(draw_grid(images, columns=COLUMNS, row_names=row_names), run.samples / name)
+        report_images.append(ReportImage(run.samples / name, caption))
 
-    shown = show_some(source.train, kind=kind, seed=seed)
-    made = make_rows(average, shown, seed=seed)
-    same = "" if kind == "none" else ": a column has the same noise in every row"
-    keep("samples.png", f"Generated{same}. None was chosen", made, shown.names)
-    if len(frames := find_frames(run.samples)) > 1:
+    kind = average.config.condition
+    conditions = draw_conditions(datasets.train, kind=kind, seed=seed)
+    fakes = generate_rows(average, conditions, seed=seed)
+    same_noise = "" if kind == "none" else " A column has the same noise in every row."
+    add_grid("samples.png", f"Generated images.{same_noise} They were not selected", fakes, conditions.names)
+    frames = find_frames(run.samples)
+    if len(frames) > 1:
         path = run.samples / "training.webp"
         write_animation(frames, path)
-        found.append(ReportImage(path, "The same noise as the generator learns"))
-    places, names = find_real(source.test, shown, kind=kind)
-    real = source.test.floats(places, dtype=made.dtype)
+        report_images.append(ReportImage(path, "The same noise during the training"))
+    indices, row_names = select_real_images(datasets.test, conditions, kind=kind)
+    real = datasets.test.floats(indices, dtype=fakes.dtype)
     if len(real):
-        keep("real.png", "Real pictures, of those that were kept from training", real, names)
-    keep("interpolation.png", "In each row from one noise to another", make_paths(average, shown, seed=seed), shown.names)
-    sheet, caption = draw_nearest(made, real, source.train, evaluator.judge)
-    keep("nearest.png", caption, sheet, ("generated", "nearest by pixels", "by features"))
-    return found
+        add_grid("real.png", "Real images of the test set", real, row_names)
+    interpolations = generate_interpolations(average, conditions, seed=seed)
+    add_grid("interpolation.png", "Each row goes from one noise vector to another", interpolations, conditions.names)
+    nearest, caption = draw_nearest_images(fakes, real, datasets.train, extractor)
+    add_grid("nearest.png", caption, nearest, ("generated", "nearest by pixels", "by features"))
+    return report_images
 
 
-def draw_nearest(made: Tensor, real: Tensor, train: Images, judge: Judge) -> tuple[Tensor, str]:
-    """Three rows: some of the pictures `made`, and the nearest of `train` to each, by pixels and by the judge's features."""
-    chosen = torch.linspace(0, len(made) - 1, COLUMNS).long()
-    near, distances = find_nearest(made, train)
-    near_features, _ = find_nearest(made[chosen].to(judge.head.weight.device), train, describe=judge.features)
-    rows = [made[chosen], *(train.floats(places, dtype=made.dtype) for places in (near[chosen], near_features))]
+def draw_nearest_images(fakes: Tensor, real: Tensor, train: ImageDataset, extractor: FeatureExtractor) -> tuple[Tensor, str]:
+    """Return three rows of images and a caption: some fakes, and the training images nearest by pixels and by features."""
+    chosen = torch.linspace(0, len(fakes) - 1, COLUMNS).long()
+    by_pixels, distances = find_nearest_images(fakes, train)
+    device = extractor.head.weight.device
+    by_features, _ = find_nearest_images(fakes[chosen].to(device), train, describe=extractor.features)
+    nearest = [train.floats(indices, dtype=fakes.dtype) for indices in (by_pixels[chosen], by_features)]
     caption = (
-        "Some generated pictures, and those of the training that are nearest. The median distance to the nearest by pixels "
-        f"(root mean square; black and white are 2 apart) is {distances.median():.3f} for the generated pictures above"
+        "Some generated images, and the training images that are nearest to them. The median distance to the nearest by pixels "
+        f"(root mean square; black and white are 2 apart) is {distances.median():.3f} for the generated images above"
     )
     if len(real):
-        caption += f", and {find_nearest(real, train)[1].median():.3f} for the real ones"
-    return torch.cat(rows), caption
+        caption += f", and {find_nearest_images(real, train)[1].median():.3f} for the real ones"
+    return torch.cat([fakes[chosen], *nearest]), caption
 
 
-def figure_rows(figures: Mapping[str, float], real: Mapping[str, float]) -> list[dict[str, Any]]:
-    """A row for each figure: what generated pictures score, and what real ones do, by "real/frechet_distance" and so on."""
+@torch.no_grad()
+def find_nearest_images(
+    images: Tensor, dataset: ImageDataset, *, describe: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return for each of `images` (n, c, s, s) the index (n,) of the nearest image of `dataset`, and its distance (n,).
+
+    It shows whether the generator copies training images.
+
+    describe: images to features (m, d), whose distance is Euclidean. None: the root mean square distance of the pixels.
+
+    Example:
+        >>> dataset = ImageDataset(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
+        >>> find_nearest_images(torch.full((1, 1, 1, 1), 0.5), dataset)
+        (tensor([1]), tensor([0.5000]))
+    """
+    describe = describe or _normalized_pixels
+    queries = describe(images)
+    best = queries.new_full((len(queries),), torch.inf)
+    best_indices = torch.zeros(len(queries), dtype=torch.int64)
+    for tile in torch.arange(len(dataset)).split(_IMAGES_PER_TILE):
+        keys = describe(dataset.floats(tile, dtype=images.dtype, device=images.device))
+        nearest = torch.cdist(queries, keys).argmin(1)  # fast, but inexact for very small distances
+        distances = (queries - keys[nearest]).norm(dim=1)
+        closer = distances < best
+        best = torch.where(closer, distances, best)
+        best_indices = torch.where(closer.cpu(), tile[nearest.cpu()], best_indices)
+    return best_indices, best.cpu()
+
+
+def _normalized_pixels(images: Tensor) -> Tensor:
+    flat: Tensor = images.flatten(1)
+    return flat.div(flat.shape[1] ** 0.5)
+
+
+def metric_rows(metrics: Mapping[str, float], real: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return a table row for each metric: its value for generated images, and "real/NAME", that for real ones."""
     return [
-        {"figure": readable_name(name), "generated": value, "real": real.get(f"real/{name}", "")}
-        for name, value in figures.items()
+        {"metric": readable_name(name), "generated": value, "real": real.get(f"real/{name}", "")}
+        for name, value in metrics.items()
     ]
 
 
-def _intro(config: Config, source: Datasets) -> str:
-    told = {"class": "by class", "vector": "by vector", "text": "by text", "none": "without conditions"}[config.model.condition]
+def _introduction(config: Config, datasets: Datasets) -> str:
+    conditions = {"class": "by class", "vector": "by vector", "text": "by text", "none": "without conditions"}
     return (
-        f"A generator of pictures of {source.train.size} pixels, {told}, was trained on {len(source.train):,} pictures, "
-        f"{config.run.steps:,} steps of {config.data.batch:,}, with the {config.loss.kind} loss and the penalties "
-        f"{config.loss.penalty}. All of it sees the global batch: on any number of ranks it is the same training.\n\n"
-        "What is shown and measured is the moving average of the generator after the last step; nothing was chosen by a test."
+        f"A generator of images of {datasets.train.size} pixels, {conditions[config.model.condition]}, was trained on "
+        f"{len(datasets.train):,} images for {config.run.steps:,} steps with a global batch of {config.data.batch:,}, the "
+        f"{config.loss.kind} loss and the penalties {config.loss.penalty}. All losses see the global batch: on any number of "
+        "ranks it is the same training.\n\n"
+        "The report shows the moving average of the generator's weights after the last step. No checkpoint was selected."
     )
 
 
 def _notes(evaluator: Evaluator) -> list[str]:
-    judge = evaluator.judge
-    task = f"the {len(judge.classes)} classes" if judge.classes else "how far pictures were turned"
+    extractor = evaluator.extractor
+    task = f"the {len(extractor.classes)} classes" if extractor.classes else "the rotation of an image"
     return [
-        "The Fréchet distance is not FID, and compares to no published one: its features are those of a small classifier of "
-        f"{task}, which was trained on the same pictures and is right about {judge.accuracy:.1%} of those that were kept from "
-        "training. The other figures go by the same classifier.",
-        f"“Real” is what the {len(evaluator.source.test):,} pictures score that were kept from training. "
-        f"{evaluator.config.samples:,} were generated. Of fewer pictures chance alone makes the distances larger; precision "
-        "and recall go by as many real pictures, so by wider balls: the two columns compare roughly.",
+        "The Fréchet distance is not FID and cannot be compared with published ones: its features are those of a small "
+        f"classifier of {task}, which was trained on the same images and has an accuracy of {extractor.accuracy:.1%} on the "
+        "test set. The other metrics use the same classifier.",
+        f"“Real” is the score of the {len(evaluator.datasets.test):,} images of the test set, which was kept from training. "
+        f"{evaluator.config.samples:,} images were generated. Fewer images give larger distances by chance; precision and "
+        "recall use as many real images, so wider balls. The two columns can be compared only roughly.",
     ]
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
-    """On the terminal."""
+    """Print a table on the terminal."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title)
     for name in rows[0] if rows else ():
-        table.add_column(name, justify="left" if name == "figure" else "right")
+        table.add_column(name, justify="left" if name == "metric" else "right")
     for row in rows:
         table.add_row(*(format_number(cell) for cell in row.values()))
     Console(width=None if Console().is_terminal else 110).print(table)
 
 
-def _say_where(run: RunDirectory, kind: Condition) -> None:
+def _print_next_commands(run: RunDirectory, kind: Condition) -> None:
     from rich.console import Console
 
     console = Console()
-    python = "python" if shutil.which("python") == sys.executable else sys.executable  # of a checkout: not on the path
-    asked = {"class": "", "none": "", "text": ' --texts "red heart"', "vector": " --vectors FILE.npy"}[kind]
+    python = "python" if shutil.which("python") == sys.executable else sys.executable  # .venv may not be on the path
+    option = {"class": "", "none": "", "text": ' --texts "red heart"', "vector": " --vectors FILE.npy"}[kind]
     for what, command in (
         ("Report", str(run.path / "report.html")),
-        ("Make more", f"{python} -m unisono_models.gan.commands.sample {run.path}{asked} --out grid.png"),
-        ("Measure again", f"{python} -m unisono_models.gan.evaluate {run.path}"),
+        ("Generate images", f"{python} -m unisono_models.gan sample {run.path}{option} --out grid.png"),
+        ("Evaluate again", f"{python} -m unisono_models.gan evaluate {run.path}"),
     ):
         console.print(f"{what}:  {command}", soft_wrap=True, highlight=False)

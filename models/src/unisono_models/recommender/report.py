@@ -197,7 +197,7 @@ def write_run_report(
         run,
         title="A recommender on sharded tables",
         intro=_intro(config, evaluator),
-        pictures=pictures,
+        images=pictures,
         tables=tables,
         notes=[bad, *source.notes],
         summary=figures,

@@ -1,4 +1,4 @@
-"""The order of samples: one for the whole job, of which each rank takes a share. A step's samples depend on the seed alone."""
+"""Which samples each step has: one order for all ranks, which depends on the seed only. Each rank takes its share."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from unisono_models.training.randomness import make_generator
 
 @dataclass(frozen=True, eq=False)
 class StepSampler:
-    """Epochs of `samples` samples in random order, cut into batches. The last batch of an epoch is shorter, not dropped.
+    """Random batches of `batch` out of `samples` samples, by step. The last batch of an epoch is shorter, not dropped.
 
-    `weights`: how often each sample comes in an epoch, relative to the others; None: once each. An epoch then has about as
-    many samples as they add up to, and whole batches only.
+    It has no state: a run that continues at some step gets the samples that it would have got without the interruption.
+
+    `weights`: how often each sample appears in an epoch, relative to the others, from 0 to 1. None: once each. With weights an
+    epoch has about as many samples as they add up to, in whole batches.
 
     Example:
-        >>> order = StepSampler(samples=10, batch=4, seed=0)
-        >>> [len(order.at(step)) for step in range(4)]
+        >>> sampler = StepSampler(samples=10, batch=4, seed=0)
+        >>> [len(sampler.at(step)) for step in range(4)]
         [4, 4, 2, 4]
-        >>> sorted(torch.cat([order.at(step) for step in range(3)]).tolist()) == list(range(10))
+        >>> sorted(torch.cat([sampler.at(step) for step in range(3)]).tolist()) == list(range(10))
         True
     """
 
@@ -42,17 +44,17 @@ class StepSampler:
         return self._place(step)[0]
 
     def at(self, step: int) -> Tensor:
-        """The samples of `step`, over all ranks."""
+        """Return the indices of the samples of `step`, for all ranks together."""
         epoch, batch = self._place(step)
         return _epoch(self, epoch)[batch * self.batch : (batch + 1) * self.batch]
 
     def share(self, step: int, rank: int, size: int) -> Tensor:
-        """The samples of `step` that belong to `rank` of `size`: contiguous, as even as it goes; none if there are too few."""
+        """Return the indices of the samples of `step` for `rank` of `size`: contiguous, as even as possible, perhaps none."""
         return self.at(step).tensor_split(size)[rank]
 
     @property
     def per_epoch(self) -> int:
-        """Samples in an epoch."""
+        """The number of samples in an epoch."""
         if self.weights is None:
             return self.samples
         return max(1, round(sum(self.weights) / self.batch)) * self.batch
@@ -62,13 +64,13 @@ class StepSampler:
 
 
 @lru_cache(maxsize=2)
-def _epoch(order: StepSampler, epoch: int) -> Tensor:
-    random = make_generator(order.seed, "order", epoch)
-    shuffled = torch.randperm(order.samples, generator=random)
-    if order.weights is None:
+def _epoch(sampler: StepSampler, epoch: int) -> Tensor:
+    random = make_generator(sampler.seed, "order", epoch)
+    shuffled = torch.randperm(sampler.samples, generator=random)
+    if sampler.weights is None:
         return shuffled
-    # Systematic sampling: points at even distances on a line where each sample has its weight as length.
-    ends = torch.tensor(order.weights, dtype=torch.float64)[shuffled].cumsum(0)
-    points = torch.arange(order.per_epoch) + torch.rand((), generator=random, dtype=torch.float64)
-    found = torch.searchsorted(ends, points * (ends[-1] / order.per_epoch), right=True).clamp(max=order.samples - 1)
+    # Systematic sampling: points at equal distances on a line on which each sample is as long as its weight.
+    ends = torch.tensor(sampler.weights, dtype=torch.float64)[shuffled].cumsum(0)
+    points = torch.arange(sampler.per_epoch) + torch.rand((), generator=random, dtype=torch.float64)
+    found = torch.searchsorted(ends, points * (ends[-1] / sampler.per_epoch), right=True).clamp(max=sampler.samples - 1)
     return shuffled[found[torch.randperm(len(found), generator=random)]]

@@ -1,4 +1,4 @@
-"""What happens when: functions of the step alone, so that a restarted run does the same."""
+"""Schedules. They depend on the step only, so a run that continues does the same."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 
 
 def learning_rate_factor(step: int, steps: int, *, warmup: float = 0.0, final: float = 0.0) -> float:
-    """The part of the learning rate that `step` of `steps` has: up in a line, down in a cosine.
+    """Return the fraction of the learning rate at `step`: it rises linearly, then falls as a cosine.
 
-    warmup: part of the steps in which it rises. final: what is left at the end.
+    warmup: the fraction of the steps in which it rises. final: the fraction of the learning rate at the end.
 
     Example:
         >>> [round(learning_rate_factor(step, 4), 2) for step in range(4)]
@@ -22,7 +22,7 @@ def learning_rate_factor(step: int, steps: int, *, warmup: float = 0.0, final: f
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether `step` steps are a multiple of `every`. 0: never.
+    """Return whether `step` is a multiple of `every`; never if `every` is 0.
 
     Example:
         >>> is_due(20, 10), is_due(21, 10), is_due(20, 0)

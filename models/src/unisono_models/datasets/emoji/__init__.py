@@ -1,1 +1,1 @@
-"""Emoji: what they are called, and three independent drawings of each. For every model that learns from them."""
+"""Emoji: their names, and up to three images of each, by different artists."""

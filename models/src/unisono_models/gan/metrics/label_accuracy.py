@@ -1,4 +1,4 @@
-"""What a judge takes generated pictures for: what they were asked to be, and all there is."""
+"""Whether a classifier recognizes generated images as the classes they were generated for, and which classes there are."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from torch import Tensor
 from unisono.collectives import Group, all_reduce
 from unisono_models.training.distributed.object_collectives import raise_together
 
-_ENOUGH = 0.1  # of its real share, for a class to count as covered
+_COVERED = 0.1  # a class is covered if generated images have it at least a tenth as often as real ones
 
 
 @torch.no_grad()
 def label_metrics(logits: Tensor, labels: Tensor, *, real_counts: Tensor, group: Group = None) -> dict[str, float]:
-    """Of pictures on all ranks, by the judge's `logits` (n, classes) and the `labels` (n,) that they were asked to have.
+    """Return "label_accuracy" and "class_coverage" of the generated images of all ranks.
 
-    "label_accuracy": part of them that the judge takes for what they were asked to be. "class_coverage": number of classes that
-    get at least a tenth of their share of real pictures, by the judge; `real_counts` (classes,): of these, the same on
-    all ranks; classes that have none do not count. Logits that are not finite stand for no class.
+    label_accuracy: fraction of the images that the classifier assigns to their label. class_coverage: number of classes that
+    the classifier finds at least a tenth as often among generated images as they are among real ones. Rows with logits that
+    are not finite belong to no class.
 
-    Raises: on all ranks, ValueError if shapes do not fit (RanksError on several ranks).
+    logits: (n, classes), of the classifier.
+    labels: (n,), the classes that the images were generated for.
+    real_counts: (classes,), the number of real images of each class, the same on all ranks. Classes with 0 do not count.
+
+    Raises: ValueError (RanksError on several ranks), on all ranks, if shapes do not fit.
 
     Example:
         >>> logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
@@ -33,10 +37,12 @@ def label_metrics(logits: Tensor, labels: Tensor, *, real_counts: Tensor, group:
                 f"{tuple(real_counts.shape)}: expected (n, classes), (n,) and (classes,)"
             )
     classes = logits.shape[1]
-    taken_for = logits.argmax(1).masked_fill(~logits.isfinite().all(1), classes)
-    right = (taken_for == labels).sum()[None]
-    *counts, _, right_ones = all_reduce(torch.cat([taken_for.bincount(minlength=classes + 1), right]), group=group).tolist()
-    total, real = all_reduce(right.new_tensor([len(logits)]), group=group).item(), real_counts.tolist()
-    least = [_ENOUGH * part / max(1, sum(real)) * total for part in real]
-    covered = sum(got >= wanted for got, wanted, part in zip(counts, least, real, strict=True) if part and total)
-    return {"label_accuracy": right_ones / total if total else float("nan"), "class_coverage": float(covered)}
+    predicted = logits.argmax(1).masked_fill(~logits.isfinite().all(1), classes)
+    correct = (predicted == labels).sum()[None]
+    sums = all_reduce(torch.cat([predicted.bincount(minlength=classes + 1), correct]), group=group)
+    *counts, _, all_correct = sums.tolist()
+    total = all_reduce(correct.new_tensor([len(logits)]), group=group).item()
+    real = real_counts.tolist()
+    required = [_COVERED * count / max(1, sum(real)) * total for count in real]
+    covered = sum(got >= least for got, least, count in zip(counts, required, real, strict=True) if count and total)
+    return {"label_accuracy": all_correct / total if total else float("nan"), "class_coverage": float(covered)}

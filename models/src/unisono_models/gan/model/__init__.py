@@ -1,1 +1,1 @@
-"""The two networks, from the blocks they share."""
+"""The generator and the discriminator, and what is made with a trained generator."""

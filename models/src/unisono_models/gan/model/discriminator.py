@@ -1,4 +1,4 @@
-"""The discriminator: a picture and a condition to a score, higher for real ones."""
+"""The discriminator: an image and a condition to a score, which is higher for real images."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from unisono_models.gan.model.minibatch_stddev import MinibatchStddev
 
 
 class Discriminator(nn.Module):
-    """Pictures (n, channels, size, size) and their condition to scores (n,), by `features` and `score`.
+    """Images (n, channels, size, size) and their condition to scores (n,). All ranks call it together.
 
-    The arguments are those of the Generator. `sizes`: every rank's number of rows, for the layer that looks at the global
-    batch. All ranks call it together.
+    The arguments of __init__ are those of the Generator.
+
+    sizes: number of rows on every rank, for the minibatch standard deviation of the global batch.
 
     Example:
         >>> import torch
@@ -30,13 +31,13 @@ class Discriminator(nn.Module):
         super().__init__()
         self.config = config
         widths = config.discriminator
-        base = config.lowest(widths, size)
+        base = config.lowest_resolution(widths, size)
         blocks = config.blocks * len(widths)
         self.pixels = convolution(channels * config.patch**2, widths[-1])
         self.stages = nn.ModuleList()
-        for place in reversed(range(len(widths))):
-            layers: list[nn.Module] = [ResidualBlock(widths[place], blocks=blocks) for _ in range(config.blocks)]
-            layers += [Resample("down", widths[place], widths[place - 1])] if place else []
+        for index in reversed(range(len(widths))):
+            layers: list[nn.Module] = [ResidualBlock(widths[index], blocks=blocks) for _ in range(config.blocks)]
+            layers += [Resample("down", widths[index], widths[index - 1])] if index else []
             self.stages.append(nn.Sequential(*layers))
         self.stddev = MinibatchStddev(config.stddev_group) if config.stddev_group else None
         self.last = convolution(widths[0] + (1 if self.stddev is not None else 0), widths[0])
@@ -45,30 +46,30 @@ class Discriminator(nn.Module):
         self.plain = linear(config.embedding, 1)
         self.condition = ConditionEmbedding(config.condition, conditions, config.embedding)
 
-    def forward(self, pictures: Tensor, condition: Tensor | None = None, *, sizes: Sequence[int] | None = None) -> Tensor:
-        return self.score(self.features(pictures, sizes=sizes), condition)
+    def forward(self, images: Tensor, condition: Tensor | None = None, *, sizes: Sequence[int] | None = None) -> Tensor:
+        return self.score(self.features(images, sizes=sizes), condition)
 
-    def features(self, pictures: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
-        """What the score is made from, (n, config.embedding)."""
-        patch = self.config.patch  # not by nn.PixelUnshuffle: it leaves an empty batch unfolded
-        x: Tensor = self.pixels(rearrange(pictures, "n c (h p) (w q) -> n (c p q) h w", p=patch, q=patch))
+    def features(self, images: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
+        """Return the features (n, config.embedding) that `score` takes."""
+        patch = self.config.patch  # nn.PixelUnshuffle does not fold an empty batch; rearrange does
+        x: Tensor = self.pixels(rearrange(images, "n c (h p) (w q) -> n (c p q) h w", p=patch, q=patch))
         for stage in self.stages:
             x = stage(x)
         if self.stddev is not None:
             x = self.stddev(x, sizes=sizes)
         x = self.summary(leaky_relu(self.last(leaky_relu(x, SLOPE)), SLOPE)).flatten(1)
-        found: Tensor = self.head(x)
-        return found
+        features: Tensor = self.head(x)
+        return features
 
     def score(self, features: Tensor, condition: Tensor | None = None) -> Tensor:
-        """(n,): how real the picture looks, and as which condition (the projection of Miyato and Koyama 2018)."""
+        """Return scores (n,): how real an image looks, plus how well it fits its condition (Miyato and Koyama 2018)."""
         score: Tensor = self.plain(features)[:, 0]
         embedded = self.condition(condition)
         return score if embedded is None else score + (features * embedded).sum(1) / features.shape[1] ** 0.5
 
-    def pairs(self, features: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
-        """Pictures and conditions as vectors of length 1 that can be compared."""
+    def contrastive_pairs(self, features: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images and conditions as vectors of length 1, both (n, config.embedding)."""
         embedded = self.condition(condition)
         if embedded is None:
-            raise ValueError("Discriminator.pairs: the network was made for condition='none'")
+            raise ValueError("Discriminator.contrastive_pairs: the network was built for condition='none'")
         return normalize(features, dim=1), normalize(embedded, dim=1)

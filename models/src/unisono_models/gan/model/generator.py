@@ -1,4 +1,4 @@
-"""The generator: noise and a condition to a picture."""
+"""The generator: noise and a condition to an image; and the moving average of its weights."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ from unisono_models.gan.model.blocks import (
     Resample,
     ResidualBlock,
     convolution,
+    leaky_tanh,
     linear,
-    squash,
 )
+
+Network = TypeVar("Network", bound=nn.Module)
+_MAX_HALF_LIFE = 0.05  # as a fraction of the images seen so far: the average soon forgets the first weights
 
 
 class Generator(nn.Module):
-    """(n, config.noise) normal numbers and a condition to pictures (n, channels, size, size) between -1 and 1.
+    """Normal noise (n, config.noise) and a condition to images (n, channels, size, size) in [-1, 1].
 
-    In training mode they may go a little beyond (see `squash`); for evaluation they are cut off there.
+    In training mode the values may lie slightly outside (see `leaky_tanh`); in evaluation mode they are clamped.
 
     condition: (n,) labels if config.condition is "class", (n, d) vectors if it is "vector" or "text", else None.
-    conditions: how many classes there are, or d.
+    conditions: number of classes, or d.
 
     Example:
         >>> generator = Generator(ModelConfig(), size=16, channels=1, conditions=10)
@@ -42,54 +45,54 @@ class Generator(nn.Module):
         super().__init__()
         self.config = config
         widths = config.generator
-        base = config.lowest(widths, size)
+        base = config.lowest_resolution(widths, size)
         blocks = config.blocks * len(widths)
         self.condition = ConditionEmbedding(config.condition, conditions, config.embedding)
-        known = config.noise + (config.embedding if config.condition != "none" else 0)
-        self.mix = linear(known, widths[0])
+        input_width = config.noise + (config.embedding if config.condition != "none" else 0)
+        self.mix = linear(input_width, widths[0])
         self.basis = nn.Parameter(torch.randn(widths[0], base, base))
         self.stages = nn.ModuleList()
-        for place, width in enumerate(widths):
-            stage: list[nn.Module] = [Resample("up", widths[place - 1], width)] if place else []
-            self.stages.append(nn.Sequential(*stage, *(ResidualBlock(width, blocks=blocks) for _ in range(config.blocks))))
+        for index, width in enumerate(widths):
+            layers: list[nn.Module] = [Resample("up", widths[index - 1], width)] if index else []
+            layers += [ResidualBlock(width, blocks=blocks) for _ in range(config.blocks)]
+            self.stages.append(nn.Sequential(*layers))
         self.pixels = convolution(widths[-1], channels * config.patch**2, scale=GAIN)
 
     def forward(self, noise: Tensor, condition: Tensor | None = None) -> Tensor:
         embedded = self.condition(condition)
-        known = noise if embedded is None else torch.cat([noise, embedded], 1)
-        x: Tensor = self.mix(known)[:, :, None, None] * self.basis
+        inputs = noise if embedded is None else torch.cat([noise, embedded], 1)
+        x: Tensor = self.mix(inputs)[:, :, None, None] * self.basis
         for stage in self.stages:
             x = stage(x)
-        patch = self.config.patch  # not by nn.PixelShuffle: its backward fails on an empty batch
-        folded = squash(self.pixels(leaky_relu(x, SLOPE)))
-        pictures: Tensor = rearrange(folded, "n (c p q) h w -> n c (h p) (w q)", p=patch, q=patch)
-        return pictures if self.training else pictures.clamp(-1, 1)
-
-
-Network = TypeVar("Network", bound=nn.Module)
-_WARM_UP = 0.05  # the half-life is at most this part of the pictures seen: the first weights do not linger
+        patch = self.config.patch
+        patches = leaky_tanh(self.pixels(leaky_relu(x, SLOPE)))
+        # The backward of nn.PixelShuffle fails on an empty batch; rearrange does not.
+        images: Tensor = rearrange(patches, "n (c p q) h w -> n c (h p) (w q)", p=patch, q=patch)
+        return images if self.training else images.clamp(-1, 1)
 
 
 def start_average(network: Network) -> Network:
-    """A copy to be averaged into, without gradients."""
+    """Return a copy of `network` to average into, in evaluation mode and without gradients."""
     return copy.deepcopy(network).requires_grad_(False).eval()
 
 
-def update_average(average: nn.Module, network: nn.Module, *, pictures: int, seen: int, half_life: float) -> None:
-    """Move `average` towards `network`, which has just learned from `pictures` more and from `seen` so far.
+def update_average(average: nn.Module, network: nn.Module, *, batch: int, seen: int, half_life: float) -> None:
+    """Move the weights of `average` towards those of `network`.
 
-    A weight counts half after `half_life` pictures, and sooner at the beginning. Pure function of its arguments: the same on
-    every rank, and after a restart.
+    The result depends on nothing but the arguments: it is the same on every rank and after a restart.
+
+    batch: number of training images since the last update.
+    seen: number of training images so far.
+    half_life: half-life of a weight, in training images. It is shorter at the beginning of the training.
 
     Example:
-        >>> import torch
         >>> network = nn.Linear(1, 1)
         >>> average = start_average(network)
         >>> _ = network.weight.data.fill_(2), average.weight.fill_(0)
-        >>> update_average(average, network, pictures=8, seen=10_000, half_life=8)
+        >>> update_average(average, network, batch=8, seen=10_000, half_life=8)
         >>> average.weight
         Parameter containing:
         tensor([[1.]])
     """
-    decay = 0.5 ** (pictures / max(1e-9, min(half_life, _WARM_UP * seen)))
+    decay = 0.5 ** (batch / max(1e-9, min(half_life, _MAX_HALF_LIFE * seen)))
     get_ema_multi_avg_fn(decay)(list(average.parameters()), list(network.parameters()), None)

@@ -1,4 +1,7 @@
-"""Pictures from a trained generator, each a function of the seed and its number."""
+"""Generate images with a trained generator: which conditions to show, and images in rows and along interpolations.
+
+Noise is a function of the seed, a stream name and the number of the image: the same on every rank.
+"""
 
 from __future__ import annotations
 
@@ -9,112 +12,120 @@ import torch
 from torch import Tensor
 
 from unisono_models.gan.config import Condition
-from unisono_models.gan.data.images import Images
-from unisono_models.gan.data.loader import condition_of
+from unisono_models.gan.data.images import ImageDataset
 from unisono_models.gan.model.generator import Generator
 from unisono_models.training.randomness import normal, uniform
+
+ROWS = 10
+COLUMNS = 10
+_IMAGES_PER_FORWARD = 256
 
 
 @torch.no_grad()
 def generate(generator: Generator, condition: Tensor | None, numbers: Tensor, *, seed: int, stream: str = "samples") -> Tensor:
-    """Pictures (n, channels, size, size) between -1 and 1. Noise belongs to `numbers` (n,), whoever makes them.
+    """Generate images (n, channels, size, size) in [-1, 1]. Image i gets the noise of numbers[i]; `numbers` is (n,).
 
     Example:
         generate(average, torch.tensor([7, 7, 7]), torch.arange(3), seed=0)    # three sevens
     """
     noise = draw_noise(generator, numbers, seed=seed, stream=stream)
-    pictures: Tensor = generator(noise, fit_condition(generator, condition))
-    return pictures
+    images: Tensor = generator(noise, _move_condition(generator, condition))
+    return images
+
+
+def generate_for_evaluation(
+    generator: Generator, dataset: ImageDataset, numbers: Tensor, indices: Tensor, *, seed: int
+) -> Tensor:
+    """Generate images for an Evaluator, with the conditions of the images of `dataset` at `indices`."""
+    parameter = next(generator.parameters())
+    kind = generator.config.condition
+    condition = dataset.condition(indices, kind=kind, device=parameter.device, dtype=parameter.dtype)
+    return generate(generator, condition, numbers, seed=seed, stream="evaluation")
+
+
+@torch.no_grad()
+def generate_from_noise(generator: Generator, noise: Tensor, condition: Tensor | None) -> Tensor:
+    """Generate images (n, channels, size, size) on the CPU from noise (n, d) and a condition for each row, or None."""
+    condition = _move_condition(generator, condition)
+    chunks = noise.split(_IMAGES_PER_FORWARD)
+    conditions = [None] * len(chunks) if condition is None else condition.split(_IMAGES_PER_FORWARD)
+    return torch.cat([generator(chunk, given).cpu() for chunk, given in zip(chunks, conditions, strict=True)])
 
 
 def draw_noise(generator: Generator, numbers: Tensor, *, seed: int, stream: str = "samples", scale: float = 1.0) -> Tensor:
-    """(n, noise), a function of the seed, the stream and `numbers` (n,), times `scale`, in the generator's dtype and place."""
+    """Draw noise (n, d) times `scale` for `numbers` (n,), in the dtype and on the device of the generator."""
     parameter = next(generator.parameters())
     noise = normal(seed, stream, 0, numbers.to(parameter.device), (generator.config.noise,))
     return noise.to(parameter.dtype) * scale
 
 
-def fit_condition(generator: Generator, condition: Tensor | None) -> Tensor | None:
-    """Labels (n,) or vectors (n, d) where the generator is, and vectors in its dtype."""
+def _move_condition(generator: Generator, condition: Tensor | None) -> Tensor | None:
+    """Move labels (n,) or vectors (n, d) to the device of the generator, and vectors to its dtype."""
     if condition is None:
         return None
     parameter = next(generator.parameters())
     return condition.to(parameter.device, parameter.dtype if condition.is_floating_point() else condition.dtype)
 
 
-def generate_for_evaluation(generator: Generator, images: Images, numbers: Tensor, places: Tensor, *, seed: int) -> Tensor:
-    """For evaluation: pictures under the conditions of `images` at `places`."""
-    parameter = next(generator.parameters())
-    kind = generator.config.condition
-    condition = condition_of(images, places, kind=kind, device=parameter.device, dtype=parameter.dtype)
-    return generate(generator, condition, numbers, seed=seed, stream="evaluation")
-
-
-ROWS, COLUMNS = 10, 10
-_TILE = 256  # pictures at a time
-
-
 @dataclass(frozen=True, eq=False)
-class Shown:
-    """Conditions to make pictures of. `count` of them, also where there is nothing to tell them apart."""
+class SampleConditions:
+    """The conditions to generate images for, with their names."""
 
     condition: Tensor | None
-    """(count,) labels, (count, d) vectors, or None."""
+    """(count,) labels, (count, d) vectors, or None for a generator without a condition."""
     names: tuple[str, ...]
-    """What to call each; () if they have no names."""
+    """The name of each condition; () if they have no names."""
     count: int
 
 
-def show_classes(classes: Sequence[str], labels: Sequence[str] = ()) -> Shown:
-    """The classes that `labels` name, in that order, or all: a label is a class's name, or else its number.
+def select_classes(classes: Sequence[str], labels: Sequence[str] = ()) -> SampleConditions:
+    """Return the conditions for `labels`, in that order; by default for all classes. A label is a class name or number.
 
-    Raises: ValueError that lists the classes if a label is none.
+    Raises: ValueError that lists the classes if a label is unknown.
 
     Example:
-        >>> show_classes(("cat", "dog"), ["dog", "0", "dog"]).condition
+        >>> select_classes(("cat", "dog"), ["dog", "0", "dog"]).condition
         tensor([1, 0, 1])
     """
-    places = {str(number): number for number in range(len(classes))} | {name: place for place, name in enumerate(classes)}
+    by_number = {str(number): number for number in range(len(classes))}
+    numbers = by_number | {name: number for number, name in enumerate(classes)}
     for label in labels:
-        if label not in places:
+        if label not in numbers:
             known = ", ".join(classes[:50]) + (", …" if len(classes) > 50 else "")
-            raise ValueError(
-                f"label {label!r} is no class; the classes are {known} (or their numbers, 0 to {len(classes) - 1})"
-            )
-    chosen = [places[label] for label in labels] or list(range(len(classes)))
-    return Shown(torch.tensor(chosen), tuple(classes[place] for place in chosen), len(chosen))
+            raise ValueError(f"{label!r} is not a class; the classes are {known} (or their numbers, 0 to {len(classes) - 1})")
+    chosen = [numbers[label] for label in labels] or list(range(len(classes)))
+    return SampleConditions(torch.tensor(chosen), tuple(classes[number] for number in chosen), len(chosen))
 
 
-def show_some(images: Images, *, kind: Condition, seed: int, count: int = ROWS) -> Shown:
-    """At most `count` conditions of `images`, always the same ones for a seed.
-
-    Classes in their order if they are few, and else some of them; pictures' vectors with their captions, no caption twice.
-    """
+def draw_conditions(images: ImageDataset, *, kind: Condition, seed: int, count: int = ROWS) -> SampleConditions:
+    """Draw at most `count` conditions of `images`: classes, sorted, or vectors with different captions."""
     if kind == "none":
-        return Shown(None, (), count)
+        return SampleConditions(None, (), count)
     if kind == "class":
-        some = _draw(len(images.classes), seed)[:count].sort().values.tolist()
-        return show_classes(images.classes, [images.classes[place] for place in some])
-    order = _draw(len(images), seed).tolist()
+        drawn = _permutation(len(images.classes), seed)[:count].sort().values.tolist()
+        return select_classes(images.classes, [images.classes[number] for number in drawn])
+    indices = _permutation(len(images), seed).tolist()
     if images.captions:
-        order = (
-            list({images.captions[place]: place for place in reversed(order) if images.captions[place]}.values())[::-1] or order
-        )
-    places = torch.tensor(order[:count])
-    condition = condition_of(images, places, kind=kind, device=images.pixels.device)
-    names = tuple(images.captions[place] for place in places.tolist()) if images.captions else ()
-    return Shown(condition, names, len(places))
+        one_per_caption = {images.captions[index]: index for index in reversed(indices) if images.captions[index]}
+        indices = list(reversed(one_per_caption.values())) or indices
+    chosen = torch.tensor(indices[:count])
+    condition = images.condition(chosen, kind=kind, device=images.pixels.device)
+    names = tuple(images.captions[index] for index in chosen.tolist()) if images.captions else ()
+    return SampleConditions(condition, names, len(chosen))
 
 
-def find_real(images: Images, shown: Shown, *, kind: Condition, columns: int = COLUMNS) -> tuple[Tensor, tuple[str, ...]]:
-    """Places of real pictures to put beside what is shown, and the names of their rows.
+def select_real_images(
+    images: ImageDataset, conditions: SampleConditions, *, kind: Condition, columns: int = COLUMNS
+) -> tuple[Tensor, tuple[str, ...]]:
+    """Return the indices of real images to show beside generated ones, and the names of their rows.
 
-    A row for each class that is shown and that `images` has; without classes some pictures, from everywhere, and no names.
+    Each class in `conditions` that `images` has gets a row. Without classes the images are spread evenly, without names.
     """
-    if kind != "class" or images.labels is None or shown.condition is None:
-        return torch.linspace(0, len(images) - 1, min(len(images), shown.count * columns)).long(), ()
-    rows, names = [torch.empty(0, dtype=torch.int64)], []
-    for label, name in zip(shown.condition.tolist(), shown.names, strict=True):
+    if kind != "class" or images.labels is None or conditions.condition is None:
+        return torch.linspace(0, len(images) - 1, min(len(images), conditions.count * columns)).long(), ()
+    rows = [torch.empty(0, dtype=torch.int64)]
+    names = []
+    for label, name in zip(conditions.condition.tolist(), conditions.names, strict=True):
         members = (images.labels == label).nonzero().squeeze(1)
         if len(members):
             rows.append(members[torch.arange(columns) % len(members)])
@@ -122,47 +133,41 @@ def find_real(images: Images, shown: Shown, *, kind: Condition, columns: int = C
     return torch.cat(rows), tuple(names)
 
 
-def interpolate(start: Tensor, end: Tensor, *, steps: int) -> Tensor:
-    """(n, steps, d): from `start` (n, d) to `end`, which are the first and the last, on the arc between them.
+def generate_rows(generator: Generator, conditions: SampleConditions, *, seed: int, columns: int = COLUMNS) -> Tensor:
+    """Generate a row of images for each condition. A column has the same noise in every row, unless there is no condition."""
+    if conditions.condition is None:
+        noise = draw_noise(generator, torch.arange(conditions.count * columns), seed=seed)
+        return generate_from_noise(generator, noise, None)
+    noise = draw_noise(generator, torch.arange(columns), seed=seed).repeat(conditions.count, 1)
+    return generate_from_noise(generator, noise, conditions.condition.repeat_interleave(columns, 0))
 
-    On a straight line noise would become shorter in the middle than any that the generator has seen.
+
+def generate_interpolations(
+    generator: Generator, conditions: SampleConditions, *, seed: int, columns: int = COLUMNS, scale: float = 1.0
+) -> Tensor:
+    """Generate a row of images for each condition, from one noise vector to another in `columns` steps."""
+    numbers = torch.arange(2 * conditions.count)
+    start, end = draw_noise(generator, numbers, seed=seed, scale=scale).view(conditions.count, 2, -1).unbind(1)
+    noise = interpolate(start, end, steps=columns).flatten(0, 1)
+    condition = None if conditions.condition is None else conditions.condition.repeat_interleave(columns, 0)
+    return generate_from_noise(generator, noise, condition)
+
+
+def interpolate(start: Tensor, end: Tensor, *, steps: int) -> Tensor:
+    """Interpolate spherically from `start` to `end`, both (n, d) and both included: (n, steps, d).
+
+    On a straight line the noise would be shorter in the middle than any that the generator was trained with.
 
     Example:
         >>> interpolate(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), steps=3)[0, 1]
         tensor([0.7071, 0.7071])
     """
     cosine = torch.nn.functional.cosine_similarity(start, end, dim=1).clamp(-1, 1)
-    angle = cosine.acos().clamp(min=1e-4)[:, None, None]  # of what is the same: a straight line, as good as
+    angle = cosine.acos().clamp(min=1e-4)[:, None, None]  # for equal ends: nearly a straight line
     part = torch.linspace(0, 1, steps, dtype=start.dtype, device=start.device)[None, :, None]
     weights = torch.sin((1 - part) * angle), torch.sin(part * angle)
     return (weights[0] * start[:, None] + weights[1] * end[:, None]) / torch.sin(angle)
 
 
-@torch.no_grad()
-def make_pictures(generator: Generator, noise: Tensor, condition: Tensor | None) -> Tensor:
-    """(n, channels, size, size) on the CPU, for noise (n, d) and a condition for each or None."""
-    condition = fit_condition(generator, condition)
-    tiles = zip(noise.split(_TILE), [None] * len(noise) if condition is None else condition.split(_TILE), strict=False)
-    return torch.cat([generator(some, such).cpu() for some, such in tiles])
-
-
-def make_rows(generator: Generator, shown: Shown, *, seed: int, columns: int = COLUMNS) -> Tensor:
-    """A row for each condition, of the same noise in each column; without conditions, other noise in each place."""
-    if shown.condition is None:
-        noise = draw_noise(generator, torch.arange(shown.count * columns), seed=seed)
-        return make_pictures(generator, noise, None)
-    noise = draw_noise(generator, torch.arange(columns), seed=seed).repeat(shown.count, 1)
-    return make_pictures(generator, noise, shown.condition.repeat_interleave(columns, 0))
-
-
-def make_paths(generator: Generator, shown: Shown, *, seed: int, columns: int = COLUMNS, scale: float = 1.0) -> Tensor:
-    """A row for each condition, from one noise to another in `columns` steps."""
-    numbers = torch.arange(2 * shown.count)
-    start, end = draw_noise(generator, numbers, seed=seed, scale=scale).view(shown.count, 2, -1).unbind(1)
-    noise = interpolate(start, end, steps=columns).flatten(0, 1)
-    condition = None if shown.condition is None else shown.condition.repeat_interleave(columns, 0)
-    return make_pictures(generator, noise, condition)
-
-
-def _draw(count: int, seed: int) -> Tensor:
+def _permutation(count: int, seed: int) -> Tensor:
     return uniform(seed, "shown", 0, torch.arange(count)).argsort(stable=True)

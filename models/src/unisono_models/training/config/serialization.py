@@ -1,4 +1,4 @@
-"""Configs as JSON and back, by their type hints: what a run and an exported model say about themselves."""
+"""Configs as JSON and back, by their type hints: the config.json of runs and of exported models."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from unisono_models.training.distributed.object_collectives import Json
 
 T = TypeVar("T")
-TAG = "class"  # a keyword of Python, so that no field can be called that
+TAG = "class"  # a keyword of Python, so no field can have this name
 
 
 def config_to_json(config: object) -> Json:
-    """A dataclass as JSON: nested ones as objects, paths as strings, tuples as lists. Floats stay exact.
+    """Convert a dataclass to JSON: nested dataclasses become objects, paths strings, tuples lists. Floats stay exact.
 
-    Where a field may hold one of several dataclasses, its object names the one under "class".
+    If a field can have one of several dataclasses, its object names the class under "class".
 
     Example:
         >>> from unisono_models.training.config import CheckpointConfig
@@ -29,12 +29,12 @@ def config_to_json(config: object) -> Json:
 
 
 def config_from_json(cls: type[T], value: Json) -> T:
-    """The `cls` that config_to_json wrote as `value`. A field that is absent takes its default.
+    """Convert what config_to_json returned back to a `cls`. A field that is absent gets its default.
 
     Hints may be dataclasses, bool, int, float, str, Path, None, Literal, tuple, list, dict with str keys, unions of these, and
-    Any. Numbers and strings are not converted into each other; only an int may stand for a float.
+    Any. Numbers and strings are not converted into each other; only an int is accepted for a float.
 
-    Raises: ValueError that names the field by its dotted path: unknown, absent, or of the wrong type.
+    Raises: ValueError that names the field by its dotted path if it is unknown, missing, or of the wrong type.
 
     Example:
         >>> from unisono_models.training.config import CheckpointConfig
@@ -48,7 +48,7 @@ def config_from_json(cls: type[T], value: Json) -> T:
 
 
 def read_json(path: Path) -> Json:
-    """What the JSON file `path` says. Raises: ValueError that names the file if it is not JSON."""
+    """Read the JSON file `path`. Raises: ValueError that names the file if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -74,7 +74,7 @@ def _to_json(value: object, hint: Any, where: str) -> Json:
     if isinstance(value, Sequence):
         hints_of = _items(hint, len(value))
         return [_to_json(item, hints_of[i], _below(where, str(i))) for i, item in enumerate(value)]
-    raise ValueError(f"config_to_json: {where or 'the config'}: {type(value).__name__} has no form in JSON")
+    raise ValueError(f"config_to_json: {where or 'the config'}: {type(value).__name__} cannot be converted to JSON")
 
 
 def _from_json(hint: Any, value: Json, where: str) -> object:
@@ -155,12 +155,12 @@ def _union_from_json(hint: Any, value: Json, where: str) -> object:
 
 
 def _dataclasses(hint: Any) -> list[type]:
-    """The dataclasses among the members of a union."""
+    """List the dataclasses among the members of a union."""
     return [member for member in get_args(hint) if is_dataclass(member) and isinstance(member, type)]
 
 
 def _items(hint: Any, count: int) -> list[Any]:
-    """The hints of the items of a sequence that has `count` of them."""
+    """Return the type hints of the `count` items of a sequence."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = next((member for member in get_args(hint) if (get_origin(member) or member) in (tuple, list, Sequence)), Any)
     inner = get_args(hint) or (Any, ...)

@@ -65,6 +65,29 @@ def raise_together(what: str, *, group: Group = None) -> Iterator[None]:
         raise RanksError(f"{what}: {format_by_rank(dict(enumerate(errors)))}") from error
 
 
+def validate_on_all_ranks(what: str, problem: str, *, same: str, value: Json = None, group: Group = None) -> list[Json]:
+    """Return the values of all ranks, unless a rank has a problem or the ranks do not have the same `same`.
+
+    Args:
+        what: Names the caller in errors.
+        problem: What is wrong on this rank, or an empty text.
+        same: Describes what has to be equal on all ranks, such as the dtype and the width of a tensor.
+
+    Raises: ValueError, the same on every rank, that names the ranks.
+
+    Example:
+        >>> validate_on_all_ranks("auc", "", same="float32 scores", value=3)
+        [3]
+    """
+    gathered = all_gather_object([problem, same, value], group=group)
+    problems, descriptions, values = ([entry[place] for entry in gathered] for place in range(3))
+    if any(problems):
+        raise ValueError(f"{what}: {format_by_rank(dict(enumerate(problems)))}")
+    if len(set(descriptions)) > 1:
+        raise ValueError(f"{what}: all ranks must have the same; {format_by_rank(dict(enumerate(descriptions)))}")
+    return list(values)
+
+
 def format_by_rank(texts: Mapping[int, str | None]) -> str:
     """Format the texts of several ranks as one line. Ranks with the same text are listed together.
 

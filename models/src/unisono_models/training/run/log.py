@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line of JSON for each step and evaluation, which neither a kill nor a full disk leaves broken."""
+"""The log of a run: metrics.jsonl, TensorBoard, and the progress on the screen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unisono_models.training.run.run_directory import RunDirectory
 
 
 def read_metrics(path: Path) -> list[dict[str, Json]]:
-    """The lines of the metrics file, or of the run directory, `path`. Broken ones, such as a kill leaves, are left out.
+    """Read the lines of metrics.jsonl. `path`: the file, or the run directory. Incomplete lines are left out.
 
     Example:
         losses = [line["loss"] for line in read_metrics(run.path) if line["kind"] == "train"]
@@ -38,10 +38,10 @@ def read_metrics(path: Path) -> list[dict[str, Json]]:
 
 
 class MetricsFile:
-    """The metrics file `path`, opened to go on at `first_step`: lines of that step and later ones are dropped.
+    """metrics.jsonl: a line of JSON for each step and evaluation, which neither a kill nor a full disk leaves broken.
 
-    add() keeps lines until flush() writes them. After a flush that failed, the file is as it was before, and the lines are
-    tried again at the next.
+    Opening it drops the lines of `first_step` and later steps. add() holds lines until flush() writes them. If a flush fails,
+    the file stays as it was, and the next flush writes the lines.
     """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
@@ -54,14 +54,14 @@ class MetricsFile:
         self._waiting: list[bytes] = []
 
     def missing(self, first_step: int) -> int:
-        """How many of the steps before `first_step` have no line."""
+        """Return the number of steps before `first_step` that have no line."""
         return first_step - len({line["step"] for line in self.kept if line["kind"] == "train"})
 
     def add(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
         self._waiting.append(_encoded({"kind": kind, "step": step, **values}))
 
     def flush(self, *, to_disk: bool = False) -> None:
-        """Write what is waiting. to_disk: wait until it is safe from the machine's failing, too."""
+        """Write the lines that are held. `to_disk` also makes them survive a loss of power."""
         content = b"".join(self._waiting)
         try:
             self._file.seek(self._size)
@@ -72,7 +72,7 @@ class MetricsFile:
                 os.fsync(self._file.fileno())
         except OSError:
             with suppress(OSError):
-                self._file.truncate(self._size)  # no line is left cut in the middle
+                self._file.truncate(self._size)  # no incomplete line is left
             raise
         self._size += len(content)
         self._waiting.clear()
@@ -82,17 +82,17 @@ class MetricsFile:
 
 
 def _encoded(line: Mapping[str, Json]) -> bytes:
-    return json.dumps(line, ensure_ascii=False).encode() + b"\n"  # floats as repr: read back, they are the same bits
+    return json.dumps(line, ensure_ascii=False).encode() + b"\n"  # floats keep all their bits
 
 
 Item = TypeVar("Item")
 
-SECONDS = 10.0  # between plain lines at first; later ones are a fiftieth of the time so far apart
-PART = 0.05  # or this part of the run, if that is sooner
+SECONDS = 10.0  # between plain lines at first; later they are a fiftieth of the elapsed time apart
+FRACTION = 0.05  # of the run between plain lines, if that is sooner
 
 
 class Progress:
-    """Steps `first_step` to `steps`, with the loss, the rate and the time left. A bar if `stream` is a terminal."""
+    """The progress of a run, with the loss, the speed and the time left: a bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, *, steps: int, first_step: int = 0, stream: TextIO | None = None) -> None:
         self.steps, self.first_step = steps, first_step
@@ -110,13 +110,13 @@ class Progress:
             )
 
     def advance(self) -> None:
-        """One step more."""
+        """Count one more step."""
         self.done += 1
         if self._bar is not None:
             self._bar.update()
 
     def show(self, values: dict[str, float], rate: float | None) -> None:
-        """The newest `values` and the samples per second."""
+        """Show the newest `values` and `rate`, the samples per second."""
         parts = [f"{name} {value:.4g}" for name, value in values.items()]
         if rate is not None:
             parts.append(f"{rate:,.0f} samples/s")
@@ -124,15 +124,16 @@ class Progress:
             self._bar.set_postfix_str(", ".join(parts), refresh=False)
             return
         now = time.monotonic()
-        part = (self.done - self._last_done) / max(self.steps, 1)
-        if now - self._last >= max(SECONDS, (now - self._start) / 50) or part >= PART or self.done == self.steps:
-            self._last, self._last_done = now, self.done
+        fraction = (self.done - self._last_done) / max(self.steps, 1)
+        if now - self._last >= max(SECONDS, (now - self._start) / 50) or fraction >= FRACTION or self.done == self.steps:
+            self._last = now
+            self._last_done = self.done
             each = (now - self._start) / max(self.done - self.first_step, 1)
             left = format_duration(each * (self.steps - self.done))
             self.say(f"step {self.done}/{self.steps}, {', '.join(parts)}, {left} left")
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar if there is one."""
+        """Print a line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self.stream)
         else:
@@ -144,10 +145,10 @@ class Progress:
 
 
 def show_progress(items: Sequence[Item], what: str, *, aloud: bool = True, stream: TextIO | None = None) -> Iterator[Item]:
-    """`items`, one after the other, while a bar or plain lines show how far it is. Nothing is shown unless `aloud`.
+    """Iterate over `items` while a bar or plain lines show the progress. Nothing is shown unless `aloud`.
 
     Example:
-        pixels = [render_emoji(image) for image in show_progress(drawings, "drawings")]
+        pixels = [render_emoji(image, 32) for image in show_progress(images, "emoji")]
     """
     stream = sys.stderr if stream is None else stream
     if not aloud or _has_room(stream):
@@ -161,22 +162,24 @@ def show_progress(items: Sequence[Item], what: str, *, aloud: bool = True, strea
         yield item
         now = time.monotonic()
         if now - last >= SECONDS and done < len(items):
-            last, left = now, format_duration((now - start) / done * (len(items) - done))
+            last = now
+            left = format_duration((now - start) / done * (len(items) - done))
             print(f"{what}: {done:,}/{len(items):,}, {left} left", file=stream, flush=True)
 
 
 def _has_room(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal with lines to draw in. Some, of containers and CI, say that they have none."""
+    """Return whether `stream` is a terminal that has lines. Those of containers and CI may have none."""
     if not stream.isatty():
         return False
     try:
         return min(os.get_terminal_size(stream.fileno())) > 0
-    except OSError:  # it stands for a terminal, but is none of the system's
+    except OSError:  # it imitates a terminal and has no file descriptor
         return True
 
 
 def format_duration(seconds: float) -> str:
-    """
+    """Format a duration as minutes and seconds.
+
     Example:
         >>> format_duration(75), format_duration(3 * 3600 + 62)
         ('01:15', '3:01:02')
@@ -193,15 +196,16 @@ RESERVED = ("kind", "step", "samples")
 
 
 class RunLog:
-    """The log of a run. Every rank makes one and calls it alike; rank 0 writes and shows.
+    """The log of a run. Every rank makes one and calls the same methods; rank 0 writes and prints.
 
-    steps: of the whole run. first_step: where this start begins; lines of that step and later ones, from an earlier start, are
-    dropped, so that the file is that of a run which never stopped. log_every: steps between looks at the values.
+    steps: the steps of the whole run. first_step: the step at which this start begins. Lines of that step and later ones, from
+    an earlier start, are dropped: so the file is that of a run that never stopped. log_every: the number of steps between
+    reads of the values from the device.
 
-    Metrics are lines such as {"kind": "train", "step": 0, "loss": 5.5, "samples": 512}, {"kind": "evaluation", …} and {"kind":
-    "speed", …}. Only the last depend on the clock.
+    metrics.jsonl has lines such as {"kind": "train", "step": 0, "loss": 5.5, "samples": 512}, {"kind": "evaluation", …} and
+    {"kind": "speed", …}. Only the last kind depends on the clock.
 
-    A full disk does not end the run: rank 0 says so, keeps the lines, and tries again; only at the end is it an error.
+    A full disk does not end the run: rank 0 prints a warning, holds the lines, and tries again. Only at the end is it an error.
 
     Example:
         with RunLog(run, ranks, steps=config.run.steps, first_step=first_step, log_every=config.run.log_every) as log:
@@ -214,7 +218,7 @@ class RunLog:
         if log_every < 1:
             raise ValueError(f"RunLog: log_every={log_every} must be at least 1")
         self.log_every = log_every
-        self._kept: list[tuple[int, float, int, dict[str, Tensor | float]]] = []
+        self._pending: list[tuple[int, float, int, dict[str, Tensor | float]]] = []
         self._file: MetricsFile | None = None
         self._board: Any = None
         self._failed = False
@@ -233,44 +237,44 @@ class RunLog:
         self._window = (time.monotonic(), 0)
 
     def step(self, step: int, values: Mapping[str, Tensor | float], *, samples: int) -> None:
-        """Keep the `values` of `step`: numbers, or tensors of one element, which are copied now and read back later.
+        """Log the `values` of `step`: numbers, or tensors of one element, which are copied now and read back later.
 
-        The values should be those of the global batch, and `samples` its size: only rank 0's are kept.
+        The values should be those of the global batch, and `samples` its size: only rank 0's are logged.
         """
         _check("RunLog.step", values)
-        values = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in values.items()}  # all ranks take part
+        values = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in values.items()}  # a collective
         if self._file is None:
             return
         # a copy: what is given may be a parameter, or memory that the next step writes to
         copies = {name: v.detach().clone().view(()) if isinstance(v, Tensor) else v for name, v in values.items()}
-        self._kept.append((step, time.time(), samples, copies))
+        self._pending.append((step, time.time(), samples, copies))
         self._window = (self._window[0], self._window[1] + samples)
         self._progress.advance()
-        if len(self._kept) >= self.log_every:
-            self._settle()
+        if len(self._pending) >= self.log_every:
+            self._read_pending()
             self._write()
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep the `values` of an evaluation after `step`, the last one taken. What an earlier start kept is not kept twice."""
+        """Log the `values` of an evaluation after `step`. What an earlier start has logged is not logged twice."""
         _check("RunLog.evaluation", values)
         if self._file is None:
             return
-        self._settle()
+        self._read_pending()
         values = {name: float(value) for name, value in values.items()}
         if (step, frozenset(values)) not in self._evaluated:
             self._file.add("evaluation", step, values)
-            self._draw("evaluation", step, values, time.time())
+            self._plot("evaluation", step, values, time.time())
         self._write()
-        self._window = (time.monotonic(), 0)  # the time that it took is not the training's
+        self._window = (time.monotonic(), 0)  # the evaluation does not count as training time
 
     def flush(self) -> None:
-        """Write all that is known so far, safely. To be called before a checkpoint: the next start begins after it."""
+        """Write everything logged so far to disk. Call it before a checkpoint: the next start begins after it."""
         if self._file is not None:
-            self._settle()
+            self._read_pending()
             self._write(to_disk=True)
 
     def say(self, text: str) -> None:
-        """Show a line, on rank 0."""
+        """Print a line, on rank 0."""
         if self._file is not None:
             self._progress.say(text)
 
@@ -278,8 +282,8 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None:  # the other ranks may be gone: nothing is agreed on
-            with suppress(Exception):  # nor is the error replaced by one of its consequences
+        if error is not None:  # no collective: the other ranks may be gone
+            with suppress(Exception):  # the error must not be replaced by one that follows from it
                 self.flush()
             self._close()
             return
@@ -291,23 +295,23 @@ class RunLog:
             finally:
                 self._close()
 
-    def _settle(self) -> None:
-        """Read back the values of the steps that are waiting, all at once, and add their lines."""
+    def _read_pending(self) -> None:
+        """Read back the values of the pending steps, all at once, and add their lines."""
         assert self._file is not None
-        if not self._kept:
+        if not self._pending:
             return
-        read = _read_back([values for _, _, _, values in self._kept])
-        for (step, when, samples, _), values in zip(self._kept, read, strict=True):
+        read = _read_back([values for _, _, _, values in self._pending])
+        for (step, when, samples, _), values in zip(self._pending, read, strict=True):
             self._file.add("train", step, {**values, "samples": samples})
-            self._draw("train", step, values, when)
-        last = self._kept[-1][0]
-        self._kept.clear()
+            self._plot("train", step, values, when)
+        last = self._pending[-1][0]
+        self._pending.clear()
         start, count = self._window
         now = time.monotonic()
         rate = count / (now - start) if now > start else None
         if count and rate is not None:
             self._file.add("speed", last, {"samples_per_second": rate})
-            self._draw("speed", last, {"samples_per_second": rate}, time.time())
+            self._plot("speed", last, {"samples_per_second": rate}, time.time())
         self._window = (now, 0)
         losses = {name: value for name, value in read[-1].items() if name.startswith("loss")}
         self._progress.show(losses or dict(list(read[-1].items())[:1]), rate)
@@ -320,19 +324,19 @@ class RunLog:
                 self._board.flush()
         except OSError as error:
             if not self._failed:
-                self.say(f"metrics.jsonl cannot be written ({error}). The run goes on and tries again")
+                self.say(f"metrics.jsonl cannot be written ({error}). The run continues and tries again")
             self._failed = True
         else:
             self._failed = False
 
-    def _draw(self, kind: str, step: int, values: Mapping[str, float], when: float) -> None:
+    def _plot(self, kind: str, step: int, values: Mapping[str, float], when: float) -> None:
         if self._board is None:
             return
         try:
             for name, value in values.items():
                 self._board.add_scalar(f"{kind}/{name}", value, step, walltime=when)
-        except Exception as error:  # its own thread writes, and what it raises is not ours to know
-            self.say(f"TensorBoard's events cannot be written ({error}). The run goes on without")
+        except Exception as error:  # TensorBoard writes in a thread, which may raise anything
+            self.say(f"TensorBoard's events cannot be written ({error}). The run continues without them")
             self._board = None
 
     def _close(self) -> None:
@@ -346,13 +350,13 @@ class RunLog:
 def _check(caller: str, values: Mapping[str, Tensor | float]) -> None:
     for name, value in values.items():
         if name in RESERVED:
-            raise ValueError(f"{caller}: a value cannot be called {name!r}: the lines have that already")
+            raise ValueError(f"{caller}: a value cannot be called {name!r}: every line has a field of that name")
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"{caller}: {name!r} has shape {tuple(value.shape)}: it must have one element")
 
 
 def _read_back(rows: list[dict[str, Tensor | float]]) -> list[dict[str, float]]:
-    """The values of all rows as numbers: one transfer for each device and dtype."""
+    """Return the values of all rows as numbers, by one transfer for each device and dtype."""
     stacks: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for row in rows:
         for value in row.values():

@@ -1,4 +1,4 @@
-"""The parts of a page that needs nothing else: tables, pictures and numbers as HTML, with everything escaped."""
+"""report.html: what a run did, on one page that contains its images and needs no network."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from unisono_models.training.run.plots import draw_plots, readable_name, write_p
 from unisono_models.training.run.run_directory import RunDirectory, read_config, read_provenance
 
 Row = Mapping[str, object]
-KINDS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif", ".svg": "svg+xml"}
+IMAGE_TYPES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif", ".svg": "svg+xml"}
 
 
 def html_table(rows: Sequence[Row]) -> str:
-    """A table of `rows`, whose columns are their keys in the order in which they first come. Numbers stand to the right."""
+    """Format `rows` as an HTML table. The columns are their keys, in order of appearance. Numbers are aligned to the right."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     numeric = {name for name in columns if all(_is_number(row.get(name, 0)) for row in rows)}
     heads = "".join(f"<th{_class(name in numeric)}>{escape(name)}</th>" for name in columns)
@@ -37,7 +37,7 @@ def html_table(rows: Sequence[Row]) -> str:
 
 
 def key_value_table(values: Mapping[str, object], *, code: bool = False) -> str:
-    """A table of names and values. code: the values as they would be typed."""
+    """Format names and values as an HTML table. `code` shows the values as they would be typed."""
     lines = []
     for name, value in values.items():
         kind = ' class="code"' if code else _class(_is_number(value))
@@ -46,21 +46,21 @@ def key_value_table(values: Mapping[str, object], *, code: bool = False) -> str:
 
 
 def embed_image(path: Path, caption: str) -> str:
-    """The picture file `path` itself, with a caption. Raises: ValueError if it is of no kind that pages can show."""
-    if path.suffix.lower() not in KINDS:
-        raise ValueError(f"write_report: picture {path} is none of {', '.join(KINDS)}")
-    link = data_url(path.read_bytes(), KINDS[path.suffix.lower()])
+    """Return HTML that contains the image file `path`. Raises: ValueError if browsers cannot show its type."""
+    if path.suffix.lower() not in IMAGE_TYPES:
+        raise ValueError(f"write_report: the image {path} is none of {', '.join(IMAGE_TYPES)}")
+    link = data_url(path.read_bytes(), IMAGE_TYPES[path.suffix.lower()])
     below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     return f'<figure><img src="{link}" alt="{escape(caption)}">{below}</figure>'
 
 
 def data_url(content: bytes, kind: str = "png") -> str:
-    """A link that carries the picture in itself."""
+    """Return a link that contains the image."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def format_number(value: object) -> str:
-    """`value` as one reads it: four digits that matter.
+    """Format a value for people, with four significant digits.
 
     Example:
         >>> format_number(0.20483), format_number(1633.0), format_number(12345.678), format_number(3e-9), format_number("a")
@@ -76,7 +76,7 @@ def format_number(value: object) -> str:
 
 
 def _aligned(values: Sequence[object]) -> list[str]:
-    """A column: as many decimals in each as the longest has, if they are shares and the like. Empty cells stay empty."""
+    """Format a column of numbers below 1000 with the same number of decimals. Empty cells stay empty."""
     texts = [format_number(value) for value in values]
     given = [(value, text) for value, text in zip(values, texts, strict=True) if text]
     if all(isinstance(value, float) and abs(value) < 1000 and "e" not in text for value, text in given):
@@ -93,12 +93,12 @@ def _class(numeric: bool) -> str:
     return ' class="number"' if numeric else ""
 
 
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a page of ours loads nothing and runs nothing
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # the page loads nothing and runs nothing
 
 
 @dataclass(frozen=True)
 class ReportImage:
-    """A picture file for the report, and what to say under it."""
+    """An image file for the report, and its caption."""
 
     path: Path
     caption: str
@@ -109,22 +109,26 @@ def write_report(
     *,
     title: str,
     intro: str,
-    pictures: Sequence[ReportImage] = (),
+    images: Sequence[ReportImage] = (),
     tables: Mapping[str, Sequence[Row]] | None = None,
     notes: Sequence[str] = (),
     summary: Mapping[str, float] | None = None,
     highlights: Sequence[str] = (),
 ) -> Path:
-    """Write report.html into the run's directory, and its curves into plots/: the path of the report.
+    """Write report.html into the run's directory, and its curves into plots/. Return the path of the report.
 
-    intro: paragraphs, with an empty line between. pictures: shown in order, copied into the page. tables: rows by heading; a
-    row is a mapping from column to value. notes: at the end, such as licences. summary: the final metrics; None takes
-    summary.json, or the last evaluation. highlights: names in it to be shown large; none takes the first four.
+    Every rank calls this; rank 0 writes. Call it before run.finish, so that a finished run has its report.
 
-    Every rank calls this; rank 0 writes. Best before run.finish: a finished run then has its report.
+    Args:
+        intro: Paragraphs, separated by empty lines.
+        images: They are copied into the page, in this order.
+        tables: Rows by heading. A row maps columns to values.
+        notes: Shown at the end, such as licences.
+        summary: The final metrics. None takes summary.json, or the last evaluation.
+        highlights: The names of metrics that are shown large. None given takes the first four.
 
     Example:
-        write_report(run, title="Emoji by their names", intro="…", pictures=[ReportImage(grid, "Search results")])
+        write_report(run, title="Emoji by their names", intro="…", images=[ReportImage(grid, "Search results")])
     """
     path = run.path / "report.html"
     with raise_together("write_report"):
@@ -134,7 +138,7 @@ def write_report(
             body = [
                 _header(title, intro, run.path),
                 _highlights(final, highlights),
-                _section("Samples", "".join(embed_image(p.path, p.caption) for p in pictures), "pictures"),
+                _section("Samples", "".join(embed_image(image.path, image.caption) for image in images), "images"),
                 *(_section(heading, html_table(rows)) for heading, rows in (tables or {}).items() if rows),
                 _section("Curves", _curves(run, lines), "curves"),
                 _section(
@@ -193,19 +197,19 @@ def _curves(run: RunDirectory, lines: Sequence[dict[str, Json]]) -> str:
 
 
 def _reproduction(path: Path) -> str:
-    """The commands that run it again, its config and where it came from."""
+    """Show the commands that repeat the run, its config and its provenance."""
     saved, starts = read_config(path), read_provenance(path)["starts"]
     folder = shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
     again = f"python -m unisono_models.training reproduce {folder}"
     parts = [
-        "<p>Run it again and compare the numbers, which are bitwise the same on the same machine with as many ranks:</p>",
+        "<p>Repeat the run and compare the numbers. They are bitwise equal on the same machine with as many ranks:</p>",
         f"<pre>{escape(again)}</pre>",
     ]
     if starts:
         ranks = starts[-1]["world_size"]
         runner = f"torchrun --standalone --nproc-per-node {ranks} -m" if starts[-1]["torchrun"] else "python -m"
         train = f"{runner} unisono_models.{saved['model']} train --config {folder}/config.json --run.dir {folder}-again"
-        parts += ["<p>Or only run it:</p>", f"<pre>{escape(train)}</pre>"]
+        parts += ["<p>Repeat it without comparing:</p>", f"<pre>{escape(train)}</pre>"]
     flat = {name: json.dumps(value, ensure_ascii=False) for name, value in _flat(saved["config"]).items()}
     parts.append(f"<details><summary>Configuration</summary>{key_value_table(flat, code=True)}</details>")
     for place, start in enumerate(starts, 1):
@@ -234,7 +238,7 @@ def _final(path: Path, lines: Sequence[dict[str, Json]]) -> dict[str, float]:
 
 
 def _flat(value: Json, where: str = "") -> dict[str, Json]:
-    """Nested objects as one, by dotted names."""
+    """Flatten nested objects to one with dotted names."""
     if not isinstance(value, dict) or not value:
         return {where: value}
     return {name: item for key in value for name, item in _flat(value[key], f"{where}.{key}" if where else key).items()}

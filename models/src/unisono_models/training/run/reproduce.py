@@ -69,11 +69,11 @@ def _model_package(model: str, package: str) -> str:
         raise ValueError(f"reproduce: config.json names the model {model!r}, which is not a model of {package}")
     name = f"{package}.{model}"
     try:
-        found = importlib.util.find_spec(f"{name}.__main__")
+        found = importlib.util.find_spec(f"{name}.train")
     except ModuleNotFoundError:
         found = None
     if found is None:
-        raise ValueError(f"reproduce: config.json names the model {model!r}, but there is no {name} to run")
+        raise ValueError(f"reproduce: config.json names the model {model!r}, but there is no {name}.train")
     return name
 
 

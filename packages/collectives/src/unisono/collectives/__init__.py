@@ -1,7 +1,7 @@
-"""Differentiable collectives whose gradients are those of one process with the whole batch.
+"""Differentiable collectives: their values and gradients are those of one process with the whole batch.
 
-The unit is the sum over ranks of the local losses; the backward of every function is its true adjoint under it, unless
-another is asked for by name.
+The backward of every function is the true adjoint for the sum over ranks of the local losses, unless the caller names
+another gradient.
 """
 
 from unisono.collectives.checks import MismatchError, checked

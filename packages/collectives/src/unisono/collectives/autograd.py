@@ -1,4 +1,9 @@
-"""What torch.compile is to leave alone."""
+"""Collectives as linear maps over all ranks. The backward of a linear map is its adjoint, which is a collective too.
+
+The table KINDS says how each map runs and which map is its adjoint. One autograd Function (and, under torch.compile, one
+custom op) turns the table into first and higher gradients, jvp and vmap. Reductions that are not linear (max, min, product)
+are composed of these maps in functional/reduce.py.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +22,6 @@ from unisono.collectives import wire
 from unisono.collectives.checks import call_site, validate_linear_map
 from unisono.collectives.groups import GroupRanks, process_group
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def disable_compile(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """torch.compiler.disable, which would import the compiler, for seconds, even where nothing is compiled."""
-
-    @wraps(fn)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if torch.compiler.is_compiling():
-            result: _T = torch.compiler.disable(fn)(*args, **kwargs)
-            return result
-        return fn(*args, **kwargs)
-
-    return call
-
 
 @dataclass(frozen=True)
 class LinearMap:
@@ -47,10 +36,11 @@ class LinearMap:
     receive: tuple[int, ...] = ()
     root: int = 0
     call: str = ""  # what the user called, for errors
-    site: str = ""  # from where; not empty: verify before running
+    site: str = ""  # the user's line if checks are enabled: then the map is validated over all ranks before it runs
 
     def adjoint(self) -> LinearMap:
-        kind, call = KINDS[self.kind].adjoint, f"backward of {self.call}"
+        kind = KINDS[self.kind].adjoint
+        call = f"backward of {self.call}"
         return LinearMap(kind, self.ranks, self.receive, self.send, self.root, call, self.site)
 
     def tangent(self) -> LinearMap:
@@ -58,11 +48,13 @@ class LinearMap:
 
 
 class Kind(NamedTuple):
+    """How a linear map runs, and which one is its adjoint."""
+
     run: Callable[[Tensor, LinearMap, ProcessGroup], Tensor]
     adjoint: str
-    tangent: str = ""  # where a named gradient was asked for: the map whose adjoint that gradient is
+    tangent: str = ""  # for a named gradient: the map whose adjoint that gradient is
     communicates: bool = True
-    sets_rows: bool = True  # the result has sum(receive) rows; otherwise the shape is kept
+    sets_rows: bool = True  # the result has sum(receive) rows; otherwise the shape of the input
 
 
 def _own_slice(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
@@ -90,7 +82,7 @@ KINDS = {
     "all_reduce": Kind(_all_reduce, "all_reduce", sets_rows=False),
     "broadcast": Kind(lambda x, plan, pg: wire.broadcast(x, plan.root, pg), "reduce", sets_rows=False),
     "reduce": Kind(lambda x, plan, pg: wire.reduce(x, plan.root, pg), "broadcast", sets_rows=False),
-    # The named gradients: what the other ranks hold counts as constant.
+    # The named gradients: the tensors of the other ranks count as constants.
     "all_gather_own": Kind(_all_gather, "own_slice", tangent="own_pad"),
     "all_reduce_own": Kind(_all_reduce, "identity", tangent="identity", sets_rows=False),
     "own_slice": Kind(_own_slice, "own_pad", communicates=False),
@@ -101,7 +93,7 @@ KINDS = {
 
 
 def run(x: Tensor, plan: LinearMap) -> Tensor:
-    """Run `plan` on real data. The result is always a new tensor; `x` is left as it was."""
+    """Run `plan` without autograd. The result is always a new tensor; `x` does not change."""
     kind = KINDS[plan.kind]
     x = x.resolve_conj().resolve_neg().contiguous()
     if plan.ranks.size == 1:
@@ -112,7 +104,7 @@ def run(x: Tensor, plan: LinearMap) -> Tensor:
 
 
 class _Collective(torch.autograd.Function):
-    """Backward: the adjoint of the plan. Nothing is saved."""
+    """Backward: the adjoint of the plan. No tensor is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: LinearMap) -> Tensor:
@@ -129,7 +121,7 @@ class _Collective(torch.autograd.Function):
 
 
 class _TransformedCollective(_Collective):
-    """The same in the form that torch.func needs, which costs 40 us more a call: as much as a small collective."""
+    """The same in the form that torch.func needs. It costs 40 us more for each call, as much as a small collective."""
 
     @staticmethod
     def forward(x: Tensor, plan: LinearMap) -> Tensor:  # type: ignore[override]
@@ -152,21 +144,21 @@ def apply(x: Tensor, plan: LinearMap) -> Tensor:
     if torch.compiler.is_compiling():
         if torch._C._functorch.maybe_current_level() is not None:
             raise RuntimeError(
-                f"{plan.call}: torch.func transforms of a collective do not work inside torch.compile; leave it out"
+                f"{plan.call}: torch.func transforms of a collective do not work inside torch.compile; do not compile them"
             )
         ranks = plan.ranks
         y: Tensor = _op(x, plan.kind, plan.send, plan.receive, plan.root, plan.call, ranks.name, ranks.rank, ranks.size)
     elif torch._C._are_functorch_transforms_active():
         y = _TransformedCollective.apply(x, plan)
     elif not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
-        y = run(x, plan)  # nothing to differentiate: the backward itself, most of the time
+        y = run(x, plan)  # nothing to differentiate; most often this is the backward itself
     else:
         y = _Collective.apply(x, plan)
     return y
 
 
-# The compiled graph sees one opaque op. Rank and size are arguments, not looked up, because they decide the result's
-# shape: inductor's cache is shared by the ranks of a host and must not hand one rank the code of another.
+# The compiled graph contains one opaque op. Rank and size are arguments because they decide the shape of the result: the
+# ranks of a host share inductor's cache, and a rank must not get the code of another one.
 @torch.library.custom_op("unisono_collectives::linear", mutates_args=())
 def _op(
     x: Tensor, kind: str, send: Sequence[int], receive: Sequence[int], root: int, call: str, group: str, rank: int, size: int
@@ -176,9 +168,7 @@ def _op(
 
 
 @_op.register_fake
-def _(
-    x: Tensor, kind: str, send: Sequence[int], receive: Sequence[int], root: int, call: str, group: str, rank: int, size: int
-) -> Tensor:
+def _(x: Tensor, kind: str, send: Sequence[int], receive: Sequence[int], *_: Any) -> Tensor:
     rows = sum(receive) if KINDS[kind].sets_rows else x.shape[0]
     return x.new_empty((rows, *x.shape[1:]))
 
@@ -194,5 +184,22 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _op.register_autograd(_backward, setup_context=_save)
-# Communication is an effect: without this a compiler may drop or reorder it on one rank and not on another.
+# Communication is an effect: otherwise a compiler may drop or reorder it on one rank and not on another.
 _op.register_effect(EffectType.ORDERED)
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def disable_compile(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+    """torch.compiler.disable, but without its import of the compiler, which takes seconds, where nothing is compiled."""
+
+    @wraps(fn)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if torch.compiler.is_compiling():
+            result: _T = torch.compiler.disable(fn)(*args, **kwargs)
+            return result
+        return fn(*args, **kwargs)
+
+    return call

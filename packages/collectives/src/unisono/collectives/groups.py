@@ -1,4 +1,4 @@
-"""Which ranks take part: one argument, `group`, for every function of this package."""
+"""The argument `group` of every function: which ranks take part, and which backend serves them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Group: TypeAlias = ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
 
 
 class GroupRanks(NamedTuple):
-    """The ranks of one call: plain values, so that they survive torch.compile and its caches.
+    """This rank and the size of a group, as plain values, which survive torch.compile and its caches.
 
-    `rank` counts within the group. `name` is empty when no process group is initialised: then there is one rank.
+    `rank` counts within the group. `name` is the name of the process group; it is empty, with one rank, if
+    torch.distributed is not initialised.
     """
 
     name: str
@@ -27,7 +28,7 @@ class GroupRanks(NamedTuple):
 
 
 def resolve_group(group: Group) -> GroupRanks:
-    """The ranks that `group` stands for; one rank where nothing was initialised."""
+    """Return the ranks of `group`; one rank if torch.distributed is not initialised."""
     if group is None:
         if not dist.is_initialized():
             return GroupRanks("", 0, 1)
@@ -54,7 +55,7 @@ def process_group(ranks: GroupRanks) -> ProcessGroup:
 
 
 def as_group(ranks: GroupRanks) -> Group:
-    """An argument that resolves to `ranks`: for code that has crossed a compiled graph, where only plain values pass."""
+    """Return a `group` argument that resolves to `ranks`, for code behind a compiled graph, which passes plain values only."""
     return process_group(ranks) if ranks.name else None
 
 
@@ -63,7 +64,7 @@ def group_by_name(name: str) -> ProcessGroup:
     return pg
 
 
-# The backend for each type of device, by group: asking torch each time costs as much as a tenth of a small collective.
+# For each group, the backend of each device type: asking torch each time costs a tenth of a small collective.
 _backends: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 
@@ -76,7 +77,7 @@ def _backends_of(pg: ProcessGroup) -> dict[str, str]:
 
 
 def backend_for(device: torch.device, pg: ProcessGroup) -> str:
-    """The backend that moves tensors of `device`: one group may have one for CPUs and another for GPUs."""
+    """Return the backend for tensors on `device`: one group may have one for CPUs and another for GPUs."""
     backends = _backends_of(pg)
     if device.type not in backends:
         raise ValueError(f"group {pg.group_name!r} has backends for {sorted(backends)}, none for a tensor on {device}")
@@ -84,18 +85,18 @@ def backend_for(device: torch.device, pg: ProcessGroup) -> str:
 
 
 def is_fake_group(pg: ProcessGroup) -> bool:
-    """The fake group: one process plays one rank of many, and every other rank is taken to do as this one does."""
+    """Return whether this is torch's fake group: one process plays one rank of many, and the others count as its copies."""
     return "fake" in _backends_of(pg).values()
 
 
 def small_message_device(pg: ProcessGroup, fallback: torch.device | None) -> torch.device:
-    """Where a few integers travel best: the CPU if the group has a CPU backend, for then no GPU has to be waited for."""
-    kinds = _backends_of(pg)
-    if "cpu" in kinds:
+    """Return the device for messages of a few integers: the CPU if the group has a CPU backend, which spares a GPU wait."""
+    backends = _backends_of(pg)
+    if "cpu" in backends:
         return torch.device("cpu")
-    if fallback is not None and fallback.type in kinds:
+    if fallback is not None and fallback.type in backends:
         return fallback
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
-        raise RuntimeError(f"group {pg.group_name}: its backends serve {sorted(kinds)}, none of which is available here")
+        raise RuntimeError(f"group {pg.group_name}: its backends serve {sorted(backends)}, none of which is available here")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -1,7 +1,7 @@
-"""What holds the leaves of a tree, and how to put others in their place.
+"""Trees of tensors: flatten and unflatten them, and gather all leaves of a tree in one message.
 
-torch's pytree, and what people pass beside the types that are registered with it: dataclasses, UserDicts (the batches of
-tokenizers), and subclasses of dict, list and tuple. pytree would take those for leaves, and leave the tensors in them alone.
+tree_flatten opens what torch's pytree opens, and also dataclasses, UserDicts (the batches of tokenizers) and subclasses of
+dict, list and tuple. pytree takes those for leaves and would not find the tensors in them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence
 
 from unisono.collectives.autograd import LinearMap, apply, run
-from unisono.collectives.checks import call_site, checks_enabled, describe, user_frame, validate_across_ranks
+from unisono.collectives.checks import call_site, checks_enabled, describe, stable_repr, user_frame, validate_across_ranks
 from unisono.collectives.groups import GroupRanks
 from unisono.collectives.sizes import (
     dim_error,
@@ -33,28 +33,28 @@ from unisono.collectives.sizes import (
 )
 from unisono.collectives.wire import as_bytes, sum_in_order
 
-_LEAVES = {Tensor, nn.Parameter, bool, int, float, str, type(None)}  # what most leaves are: known at a glance
+_LEAVES = {Tensor, nn.Parameter, bool, int, float, str, type(None)}  # what most leaves are: a fast path knows them
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeStructure]:
-    """The leaves of `tree` in order, and its structure. None is a leaf."""
+    """Return the leaves of `tree` in order, and its structure. None is a leaf."""
     kind = type(tree)
     if kind in _LEAVES:
         return [tree], TreeStructure(None, (None,), None)
-    if kind is dict or kind is list or kind is tuple:  # of leaves only, as most trees: several times as fast
+    if kind is dict or kind is list or kind is tuple:  # most trees: several times as fast
         leaves = list(tree.values()) if kind is dict else list(tree)
         if all(type(leaf) in _LEAVES for leaf in leaves):
             return leaves, TreeStructure(kind, list(tree) if kind is dict else range(len(leaves)), None)
-    nodes, spec = pytree.tree_flatten(tree, is_leaf=_closed)
-    if not any(map(_foreign, nodes)):
+    nodes, spec = pytree.tree_flatten(tree, is_leaf=_is_closed)
+    if not any(map(_is_unregistered, nodes)):
         return nodes, TreeStructure(spec, range(len(nodes)), None)
     leaves = []
-    parts: list[_Part | None] = []
+    parts: list[_UnregisteredNode | None] = []
     for node in nodes:
-        if _foreign(node):
-            inner, structure = tree_flatten(_contents(node))
+        if _is_unregistered(node):
+            inner, structure = tree_flatten(_node_contents(node))
             leaves += inner
-            parts.append(_Part(node, structure, len(inner)))
+            parts.append(_UnregisteredNode(node, structure, len(inner)))
         else:
             leaves.append(node)
             parts.append(None)
@@ -62,16 +62,17 @@ def tree_flatten(tree: Any) -> tuple[list[Any], TreeStructure]:
 
 
 class TreeStructure:
-    """Of a tree without its leaves. Equal ones hold the same types in the same order, under the same names."""
+    """The structure of a tree without its leaves. Two are equal if they have the same types and names in the same order."""
 
-    def __init__(self, frame: pytree.TreeSpec | type | None, keys: Sequence[Any], parts: list[_Part | None] | None) -> None:
-        # dict, list or tuple: one of leaves only; None: a leaf; or else what pytree makes of it
-        self._frame = frame
-        self._keys = keys  # of each node: that of the dict, otherwise its number
-        self._parts = parts  # a foreign node, or None for a leaf, in the order of the spec; None where there are only leaves
+    def __init__(
+        self, frame: pytree.TreeSpec | type | None, keys: Sequence[Any], parts: list[_UnregisteredNode | None] | None
+    ) -> None:
+        self._frame = frame  # dict, list or tuple if it holds leaves only; None for a leaf; otherwise the spec of pytree
+        self._keys = keys  # for each node its key in the dict, otherwise its number
+        self._parts = parts  # for each node of the spec an unregistered node, or None for a leaf; None: all are leaves
 
-    def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """A tree of this structure with other leaves."""
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """Build a tree of this structure with other leaves."""
         frame = self._frame
         if frame is None:
             return leaves[0]
@@ -83,13 +84,13 @@ class TreeStructure:
             return pytree.tree_unflatten(leaves, self._spec())
         remaining = iter(leaves)
         nodes = [
-            next(remaining) if part is None else part.rebuild([next(remaining) for _ in range(part.size)])
+            next(remaining) if part is None else part.unflatten([next(remaining) for _ in range(part.size)])
             for part in self._parts
         ]
         return pytree.tree_unflatten(nodes, self._spec())
 
     def paths(self) -> list[str]:
-        """How to reach each leaf from the tree, for messages: "['images'][0]"."""
+        """Return for each leaf how to reach it from the tree, for messages: "['images'][0]"."""
         nodes, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(self._keys), self._spec()))
         names = [pytree.keystr(path) for path, _ in nodes]
         inner = [[""] if part is None else part.structure.paths() for part in self._parts or [None] * len(names)]
@@ -105,37 +106,49 @@ class TreeStructure:
     __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
+        """The same text in every process for equal structures: ranks compare it."""
         inner = "".join(f" {type(part.node).__name__}{part.structure}" for part in self._parts or [] if part)
-        return f"{self._spec()}{inner}"
+        return f"{_spec_text(self._spec())}{inner}"
 
     def _spec(self) -> pytree.TreeSpec:
         if isinstance(self._frame, pytree.TreeSpec):
             return self._frame
-        return pytree.tree_structure(self.rebuild([None for _ in self._keys]))
+        return pytree.tree_structure(self.unflatten([None for _ in self._keys]))
 
 
-class _Part:
-    """A node that pytree does not know, and the structure of what it holds."""
+class _UnregisteredNode:
+    """A node that is not registered with pytree, and the structure of what it holds."""
 
     def __init__(self, node: Any, structure: TreeStructure, size: int) -> None:
-        self.node, self.structure, self.size = node, structure, size
+        self.node = node
+        self.structure = structure
+        self.size = size  # number of leaves
 
-    def rebuild(self, leaves: list[Any]) -> Any:
-        return _replaced(self.node, self.structure.rebuild(leaves))
+    def unflatten(self, leaves: list[Any]) -> Any:
+        return _with_contents(self.node, self.structure.unflatten(leaves))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Part) and type(self.node) is type(other.node) and self.structure == other.structure
+        return (
+            isinstance(other, _UnregisteredNode) and type(self.node) is type(other.node) and self.structure == other.structure
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def _closed(node: Any) -> bool:
-    """Not for pytree to open. A PackedSequence is not for anybody: its tensors mean nothing apart."""
-    return isinstance(node, PackedSequence) or _foreign(node)
+def _spec_text(spec: pytree.TreeSpec) -> str:
+    if spec.is_leaf():
+        return "*"
+    children = ", ".join(map(_spec_text, spec.children()))
+    return f"{spec.type.__name__}({stable_repr(spec.context)}, [{children}])"
 
 
-def _foreign(node: Any) -> bool:
-    """Holds others, but pytree does not know how."""
+def _is_closed(node: Any) -> bool:
+    """Return whether pytree must not open it. A PackedSequence stays closed: its tensors mean nothing apart."""
+    return isinstance(node, PackedSequence) or _is_unregistered(node)
+
+
+def _is_unregistered(node: Any) -> bool:
+    """Return whether it holds other values but is not registered with pytree."""
     kind = type(node)
     if kind is Tensor or kind in pytree.SUPPORTED_NODES:
         return False
@@ -144,7 +157,7 @@ def _foreign(node: Any) -> bool:
     return isinstance(node, (dict, list, UserDict)) or (is_dataclass(node) and not isinstance(node, type))
 
 
-def _contents(node: Any) -> Any:
+def _node_contents(node: Any) -> Any:
     if is_dataclass(node):
         return {field.name: getattr(node, field.name) for field in fields(node) if hasattr(node, field.name)}
     if isinstance(node, UserDict):
@@ -152,8 +165,8 @@ def _contents(node: Any) -> Any:
     return dict(node) if isinstance(node, dict) else list(node)
 
 
-def _replaced(node: Any, contents: Any) -> Any:
-    """A copy of `node`, whose own type and other attributes are kept, with other contents."""
+def _with_contents(node: Any, contents: Any) -> Any:
+    """Return a copy of `node` with other contents; its type and its other attributes stay."""
     if isinstance(node, tuple) and not is_dataclass(node):
         return type(node)(contents)
     twin = copy.copy(node)
@@ -180,31 +193,30 @@ Tree = TypeVar("Tree")
 
 
 def all_gather_tree(tree: Tree, dim: int, sizes: Sequence[int] | None, kind: str, ranks: GroupRanks) -> Tree:
-    """all_gather for the tensors of `tree`; anything else in it must be equal on all ranks and is kept."""
+    """all_gather the tensors of `tree`. Anything else in it must be equal on all ranks and stays as it is."""
     leaves, structure = tree_flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[place] for place in places]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        gathered = [_gather_leaf(x, dim, sizes, kind, ranks) for x in tensors]  # bytes cannot be traced: leaf by leaf
+        gathered = [_gather_leaf(x, dim, sizes, kind, ranks) for x in tensors]  # bytes cannot be traced
     else:
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        table = _settle(
-            tensors, dim, sizes, (str(structure), repr(others), kind), _tree_complaint(tree, tensors, others), ranks
-        )
+        problem = _tree_error(tree, tensors, others)
+        table = _validate_leaves(tensors, dim, sizes, (str(structure), stable_repr(others), kind), problem, ranks)
         rows = [to_rows(join_graph(x, table[place]), dim) for place, x in enumerate(tensors)]
         lengths = tuple(tuple(row[0] for row in leaf) for leaf in table)
-        moving = tuple((x.is_floating_point() and x.dtype.itemsize > 1) or x.is_complex() for x in tensors)
-        wanted = tuple(moves and any(row[1] for row in leaf) for moves, leaf in zip(moving, table, strict=True))
-        layout = _Layout(ranks, lengths, wanted, kind, call_site())
+        differentiable = [(x.is_floating_point() and x.dtype.itemsize > 1) or x.is_complex() for x in tensors]
+        needs_grad = tuple(able and any(row[1] for row in leaf) for able, leaf in zip(differentiable, table, strict=True))
+        layout = _Layout(ranks, lengths, needs_grad, kind, call_site())
         gathered = [from_rows(y, dim) for y in _GatherTree.apply(layout, *rows)]
     for place, y in zip(places, gathered, strict=True):
         leaves[place] = y
-    result: Tree = structure.rebuild(leaves)
+    result: Tree = structure.unflatten(leaves)
     return result
 
 
-def _tree_complaint(tree: object, tensors: list[Tensor], others: list[Any]) -> str:
-    """Values that look as if they were to be gathered, but are not tensors."""
+def _tree_error(tree: object, tensors: list[Tensor], others: list[Any]) -> str:
+    """Return an error for values that the user may want to be gathered, but that are not tensors; otherwise ""."""
     arrays = [type(leaf).__name__ for leaf in others if hasattr(leaf, "__array__")]
     if arrays or (not tensors and any(leaf is not None for leaf in others)) or tree is None:
         kind = arrays[0] if arrays else type(tree).__name__
@@ -218,10 +230,10 @@ def _gather_leaf(x: Tensor, dim: int, sizes: Sequence[int] | None, kind: str, ra
     return from_rows(apply(to_rows(x, dim), plan), dim)
 
 
-def _settle(
+def _validate_leaves(
     tensors: list[Tensor], dim: int, sizes: Sequence[int] | None, same: tuple[object, ...], problem: str, ranks: GroupRanks
 ) -> list[list[list[int]]]:
-    """For every leaf and rank: its length along `dim` and whether a gradient is needed."""
+    """Return for every leaf and every rank its length along `dim` and whether it needs a gradient."""
     problem = problem or sizes_error("sizes", sizes, ranks)
     problem = problem or next((bad for x in tensors if (bad := dim_error(x, dim))), "")
     if len({x.device for x in tensors}) > 1:
@@ -233,21 +245,21 @@ def _settle(
         raise_local_error("all_gather", problem, ranks)
         return [[[size, x.requires_grad and torch.is_grad_enabled()] for size in sizes] for x in tensors]
 
-    def others(x: Tensor) -> tuple[object, ...]:
+    def common(x: Tensor) -> tuple[object, ...]:
         return str(x.dtype), x.ndim, [size for d, size in enumerate(x.shape) if d != dim % x.ndim]
 
     recording = torch.is_grad_enabled()
     table = validate_across_ranks(
         "all_gather",
         ranks,
-        same=("all_gather", dim, same, sizes and tuple(sizes), [] if problem else [others(x) for x in tensors]),
+        same=("all_gather", dim, same, sizes and tuple(sizes), [] if problem else [common(x) for x in tensors]),
         numbers=[n for x, length in zip(tensors, lengths, strict=True) for n in (length, x.requires_grad and recording)],
         words=lambda: (
             f"all_gather(a tree of {', '.join(map(describe, tensors))}, dim={dim}) at {user_frame()}, "
-            f"in {' '.join(str(same[0]).split())} beside {same[1]}"
+            f"in {same[0]}, other values {same[1]}"
         ),
         device=tensors[0].device if tensors else None,
-        rule=f"The tree, its dtypes, every dimension but {dim}, and all that is not a tensor must be the same on every rank.",
+        rule=f"The tree, its dtypes, every dimension but {dim}, and what is not a tensor must be the same on every rank.",
         problem=problem,
     )
     return [[row[2 * leaf : 2 * leaf + 2] for row in table] for leaf in range(len(tensors))]
@@ -255,18 +267,20 @@ def _settle(
 
 @dataclass(frozen=True)
 class _Layout:
+    """How the leaves of every rank lie in one message."""
+
     ranks: GroupRanks
-    lengths: tuple[tuple[int, ...], ...]  # of every leaf, on every rank
-    wanted: tuple[bool, ...]  # leaves that some rank wants a gradient for
+    lengths: tuple[tuple[int, ...], ...]  # for every leaf, its length on every rank
+    needs_grad: tuple[bool, ...]  # for every leaf, whether some rank needs its gradient
     kind: str
     site: str
 
     def row_counts(self, widths: Sequence[int]) -> list[list[int]]:
-        """Bytes of each leaf, for every rank."""
+        """Return for every rank the bytes of each leaf."""
         return [[length[r] * width for length, width in zip(self.lengths, widths, strict=True)] for r in range(self.ranks.size)]
 
-    def of_wanted(self) -> _Layout:
-        lengths = tuple(length for length, wanted in zip(self.lengths, self.wanted, strict=True) if wanted)
+    def of_gradients(self) -> _Layout:
+        lengths = tuple(length for length, needed in zip(self.lengths, self.needs_grad, strict=True) if needed)
         return _Layout(self.ranks, lengths, (True,) * len(lengths), self.kind, self.site)
 
 
@@ -279,7 +293,7 @@ def _flat(rows: Tensor) -> Tensor:
 
 
 class _GatherTree(torch.autograd.Function):
-    """Backward: _ScatterTree of the leaves that some rank wants a gradient for, or the own slice of each."""
+    """Backward: _ScatterTree of the leaves whose gradient some rank needs, or this rank's slice of each."""
 
     @staticmethod
     def forward(ctx: Any, layout: _Layout, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -295,20 +309,19 @@ class _GatherTree(torch.autograd.Function):
             torch.cat([parts[leaf] for parts in by_rank]).view(x.dtype).view(sum(layout.lengths[leaf]), *x.shape[1:])
             for leaf, x in enumerate(rows)
         )
-        ctx.mark_non_differentiable(*(y for y, wanted in zip(out, layout.wanted, strict=True) if not wanted))
+        ctx.mark_non_differentiable(*(y for y, needed in zip(out, layout.needs_grad, strict=True) if not needed))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layout: _Layout = ctx.layout
-        wanted = [grad for grad, wants in zip(grads, layout.wanted, strict=True) if wants]
+        incoming = [grad for grad, needed in zip(grads, layout.needs_grad, strict=True) if needed]
         if layout.kind == "all_gather_own":
-            slices = zip(wanted, layout.of_wanted().lengths, strict=True)
-            back = [grad.split(lengths)[layout.ranks.rank] for grad, lengths in slices]
+            slices = zip(incoming, layout.of_gradients().lengths, strict=True)
+            results = iter([grad.split(lengths)[layout.ranks.rank] for grad, lengths in slices])
         else:
-            back = list(_ScatterTree.apply(layout.of_wanted(), *wanted))
-        results = iter(back)
-        return None, *(next(results) if wants else None for wants in layout.wanted)
+            results = iter(_ScatterTree.apply(layout.of_gradients(), *incoming))
+        return None, *(next(results) if needed else None for needed in layout.needs_grad)
 
 
 class _ScatterTree(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Work on every rank's data without ever holding all of it: blocks go round the ring, the next one always in flight."""
+"""Ring: visit every rank's tensors without holding all of them; the next block is received while the current one is used."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from unisono.collectives.wire import start_hop
 
 
 class Ring:
-    """Iterate over (rank, that rank's tensors): the own ones first, then those of rank - 1, rank - 2 and so on.
+    """Iterate over (rank, tensors of that rank): first this rank's own, then those of rank - 1, rank - 2 and so on.
 
-    While a block is in use the next one is on its way, so communication hides behind computation, and no rank holds more
-    than two blocks. The tensors of a rank have the same first dimension; ranks may differ in it. `sizes`: every
-    rank's, if known; otherwise they are exchanged.
+    While a block is in use, the next one is being received. So communication overlaps with computation, and no rank holds
+    more than two blocks. The tensors of one rank have the same first dimension; ranks may differ in it. `sizes`: the first
+    dimension on every rank, if known; otherwise it is exchanged.
 
-    Results for a block go round with it: `add` this rank's contribution after each block; `total` is then what all ranks
-    have added for the own block.
+    Results for a block travel with it: call `add` with this rank's contribution after each block; `total` then returns
+    what all ranks have added for this rank's own block.
 
-    Backward: none, it works on values. It is for the forward and backward of autograd Functions, on all ranks alike, and
-    the loop must run to its end on all of them.
+    Backward: none, it works on values. Use it inside the forward and backward of autograd Functions. All ranks must iterate,
+    to the end of the loop.
 
     Example, 2 ranks holding [1.] and [2.]:
         >>> import torch
@@ -44,46 +44,50 @@ class Ring:
             self.sizes = resolve_sizes("Ring", x, 0, sizes, self.ranks)[1]
         self._own = [x.detach().contiguous() for x in tensors]
         self._total: Tensor | None = None
-        self._pending: list[dist.Work] = []  # the contributions on their way
+        self._pending: list[dist.Work] = []  # contributions that are being sent or received
         self._leaving: Tensor | None = None
         self._block = self.ranks.rank
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        size, block = self.ranks.size, self._own
+        size = self.ranks.size
+        block = self._own
         for step in range(size):
             self._block = (self.ranks.rank - step) % size
             arriving: list[Tensor] = []
-            on_the_way: list[dist.Work] = []
+            in_flight: list[dist.Work] = []
             if step + 1 < size:
                 arriving = [x.new_empty((self.sizes[self._block - 1], *x.shape[1:])) for x in block]
-                on_the_way = start_hop(block, arriving, process_group(self.ranks))
+                in_flight = start_hop(block, arriving, process_group(self.ranks))
             yield self._block, block
-            for work in on_the_way:
+            for work in in_flight:
                 work.wait()
             block = arriving
 
     def add(self, partial: Tensor, combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
-        """Hand on this rank's contribution to the current block, joined by `combine` to those that came with it.
+        """Combine this rank's contribution to the current block with those that came with it, and send the result on.
 
-        Contributions have the block's rows first and otherwise one shape. Call it once for each block, on all ranks.
-        `partial` is given away: it may be changed.
+        `partial` has the rows of the block, and otherwise the same shape for all blocks; it may be modified. Call this once
+        for each block, on all ranks.
         """
         for work in self._pending:
             work.wait()
         if self._total is not None:
             partial = torch.add(self._total, partial, out=partial) if combine is torch.add else combine(self._total, partial)
         partial = partial.contiguous()
-        self._total, self._pending = partial, []
+        self._total = partial
+        self._pending = []
         if self.ranks.size > 1:
             self._total = partial.new_empty((self.sizes[self._block - 1], *partial.shape[1:]))
             self._pending = start_hop([partial], [self._total], process_group(self.ranks))
-        self._leaving = partial  # alive until it has left
+        self._leaving = partial  # must stay alive until it has been sent
 
     def total(self) -> Tensor:
-        """What all ranks have added for this rank's block; once, after the loop."""
+        """Return what all ranks have added for this rank's block. Call it once, after the loop."""
         for work in self._pending:
             work.wait()
         if self._total is None:
             raise RuntimeError("Ring.total: nothing was added; call add() for each block first")
-        total, self._total, self._pending, self._leaving = self._total, None, [], None
+        total = self._total
+        self._total = self._leaving = None
+        self._pending = []
         return total

@@ -1,4 +1,4 @@
-"""How a dimension is divided over the ranks: asked for in one exchange, or given and checked."""
+"""Sizes: how a dimension is divided over the ranks. They are exchanged in one small message, or given and validated."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from unisono.collectives.groups import Group, GroupRanks, resolve_group
 
 
 def exchange_sizes(x: Tensor, dim: int = 0, *, group: Group = None) -> tuple[int, ...]:
-    """How long `x` is along `dim` on each rank, in rank order.
+    """Return the length of `x` along `dim` on each rank, in rank order.
 
-    Give the result as `sizes=` to spare later calls the exchange. All ranks must have the same dtype and the same other
-    dimensions; if not, all of them raise the same MismatchError.
+    Pass the result as `sizes=` to later calls: they then need no exchange of their own. All ranks must have the same dtype
+    and the same other dimensions; otherwise all of them raise the same MismatchError.
 
     Example, 2 ranks holding 3 and 5 rows:
         exchange_sizes(x)  ->  (3, 5) on both
@@ -25,24 +25,24 @@ def exchange_sizes(x: Tensor, dim: int = 0, *, group: Group = None) -> tuple[int
 
 
 def even_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """`length` divided as evenly as it goes, longer parts first: as torch.tensor_split does."""
-    return tuple((length + parts - 1 - part) // parts for part in range(parts))  # no branch: it is traced by the compiler
+    """Divide `length` as evenly as possible, longer parts first, as torch.tensor_split does."""
+    return tuple((length + parts - 1 - part) // parts for part in range(parts))  # no branch: torch.compile traces it
 
 
 def one_rank_sizes(rank: int, rows: int, ranks: GroupRanks) -> tuple[int, ...]:
-    """`rows` for one rank, none for the others."""
+    """Return sizes with `rows` for one rank and 0 for the others."""
     return tuple(rows if r == rank else 0 for r in range(ranks.size))
 
 
 def to_rows(x: Tensor, dim: int) -> Tensor:
-    """`dim` first; a scalar is one row."""
+    """Move `dim` to the front; a scalar becomes one row."""
     if dim == 0 and x.ndim:
         return x
     return x.reshape(1) if x.ndim == 0 else x.movedim(dim, 0)
 
 
 def from_rows(rows: Tensor, dim: int) -> Tensor:
-    """The inverse of `to_rows`, with the memory layout that torch.cat would give."""
+    """Undo `to_rows`, with the memory layout that torch.cat would give."""
     return rows if dim == 0 or dim == -rows.ndim else rows.movedim(0, dim).contiguous()
 
 
@@ -51,7 +51,7 @@ def length_of(x: Tensor, dim: int) -> int:
 
 
 def dim_error(x: object, dim: int) -> str:
-    """What is wrong with the pair, or nothing."""
+    """Return what is wrong with `x` and `dim`, or ""."""
     if not isinstance(x, Tensor):
         return f"x: expected a Tensor, got {type(x).__name__}"
     if not isinstance(dim, int) or not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
@@ -69,23 +69,35 @@ def sizes_error(name: str, sizes: Sequence[int] | None, ranks: GroupRanks) -> st
     return ""
 
 
+def split_sizes(name: str, sizes: Sequence[int] | None, x: Tensor, dim: int, ranks: GroupRanks) -> tuple[tuple[int, ...], str]:
+    """Return the length of each rank's part of `x` along `dim`, even if `sizes` is None, and what is wrong, or ""."""
+    problem = dim_error(x, dim) or sizes_error(name, sizes, ranks)
+    if problem:
+        return (), problem
+    if sizes is None:
+        return even_sizes(length_of(x, dim), ranks.size), ""
+    if sum(sizes) != length_of(x, dim):
+        problem = f"{name}={tuple(sizes)} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
+    return tuple(sizes), problem
+
+
 def raise_local_error(function: str, problem: str, ranks: GroupRanks) -> None:
-    """Raise for a problem that only this rank may know of."""
+    """Raise for a `problem` that only this rank may know of."""
     if problem and ranks.size == 1:
         raise ValueError(f"{function}: {problem}")
     if problem:
         raise ValueError(
-            f"{function}: {problem} (rank {ranks.rank} of {ranks.size}; with sizes given the ranks do not consult, "
-            "so the others may wait for this one: run with UNISONO_CHECK=1 to have all of them raise this)"
+            f"{function}: {problem} (rank {ranks.rank} of {ranks.size}; with sizes given, the ranks do not compare their "
+            "calls, so the others may wait for this one: run with UNISONO_CHECK=1 to raise this on all ranks)"
         )
 
 
 def resolve_sizes(
     function: str, x: Tensor, dim: int, sizes: Sequence[int] | None, ranks: GroupRanks, same: str = ""
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """`x` (now part of the graph if that of any rank is) and every rank's length along `dim`.
+    """Return `x`, which now requires a gradient if that of any rank does, and every rank's length along `dim`.
 
-    `same`: the other arguments, which must be the same on all ranks.
+    `same`: the other arguments, as a text that must be the same on all ranks.
     """
     if sizes is None:
         table = all_gather_metadata(function, x, dim, ranks, same=same)
@@ -110,30 +122,34 @@ def all_gather_metadata(
     ragged: bool = True,
     problem: str = "",
 ) -> list[list[int]]:
-    """From every rank: its length along `dim`, whether it needs a gradient, and `extra`.
+    """Return one row for every rank: its length along `dim`, whether it needs a gradient, and `extra`.
 
-    All ranks must have the same `same`, a text shown in the error, and the same shape, but for `dim` if `ragged`.
+    All ranks must have the same `same`, a text that errors show, and the same shape, except along `dim` if `ragged`.
     """
     if torch.compiler.is_compiling():
         raise_local_error(function, problem or dim_error(x, dim), ranks)
-        asked: list[list[int]] = _op(x, dim, extra, same, ragged, function, *ranks).tolist()
-        return asked
-    return _exchange(function, x, dim, ranks, extra, same, ragged, problem)
+        table: list[list[int]] = _op(x, dim, extra, same, ragged, function, *ranks).tolist()
+        return table
+    return _all_gather_metadata(function, x, dim, ranks, extra, same, ragged, problem)
 
 
-def _exchange(
+def _all_gather_metadata(
     function: str, x: Tensor, dim: int, ranks: GroupRanks, extra: Sequence[int], same: str, ragged: bool, problem: str = ""
 ) -> list[list[int]]:
-    """In eager mode, whatever is_compiling() says: that flag is also true while another thread compiles."""
+    """all_gather_metadata in eager mode. is_compiling() cannot decide here: it is also true while another thread compiles."""
     problem = problem or dim_error(x, dim)
-    dim = dim if problem else dim % max(x.ndim, 1)
-    shape = () if problem else (*x.shape[:dim], -1 if ragged else x.shape[dim], *x.shape[dim + 1 :]) if x.ndim else ()
-    mine = (0, 0) if problem else (length_of(x, dim), x.requires_grad and torch.is_grad_enabled())
+    shape: tuple[int, ...] = ()
+    metadata = (0, 0)
+    if not problem:
+        dim = dim % max(x.ndim, 1)
+        metadata = (length_of(x, dim), int(x.requires_grad and torch.is_grad_enabled()))
+        if x.ndim:
+            shape = (*x.shape[:dim], -1 if ragged else x.shape[dim], *x.shape[dim + 1 :])
     return validate_across_ranks(
         function,
         ranks,
         same=(function, dim, str(getattr(x, "dtype", "")), shape, same, getattr(getattr(x, "device", None), "type", "")),
-        numbers=(*mine, *extra),
+        numbers=(*metadata, *extra),
         words=lambda: f"{function}({describe(x)}, dim={dim}{', ' * bool(same)}{same}) at {user_frame()}",
         device=getattr(x, "device", None),
         rule=f"All ranks must make the same call; dtype and every dimension{f' but {dim}' * ragged} must be the same.",
@@ -150,7 +166,7 @@ def metadata_lengths(table: list[list[int]]) -> tuple[int, ...]:
 
 
 def join_graph(x: Tensor, table: list[list[int]]) -> Tensor:
-    """If some rank's input needs a gradient, this rank's output must lead to a backward too, or that rank would wait."""
+    """Return `x`, requiring a gradient if that of some rank does: without a backward here, that rank would wait in its own."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return x
     if x.requires_grad or not torch.is_grad_enabled() or x.is_inference():
@@ -164,7 +180,7 @@ def _op(
     x: Tensor, dim: int, extra: Sequence[int], same: str, ragged: bool, function: str, group: str, rank: int, size: int
 ) -> Tensor:
     ranks = GroupRanks(group, rank, size)
-    return torch.tensor(_exchange(function, x, dim, ranks, extra, same, ragged), device="cpu")
+    return torch.tensor(_all_gather_metadata(function, x, dim, ranks, extra, same, ragged), device="cpu")
 
 
 @_op.register_fake

@@ -1,4 +1,4 @@
-"""How many bytes a piece of code sends: DDP's, FSDP's and anybody's collectives as well as ours."""
+"""count_bytes: how many bytes a piece of code sends, by any collective of torch.distributed, also DDP's and FSDP's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OpTraffic:
 
 @dataclass
 class Traffic:
-    """Bytes that left and reached this rank, by op. Filled while the block of `count_bytes` runs."""
+    """Bytes that this rank has sent and received, by collective. `count_bytes` fills it while its block runs."""
 
     by_op: dict[str, OpTraffic] = field(default_factory=dict)
 
@@ -52,10 +52,10 @@ class Traffic:
 def count_bytes() -> Iterator[Traffic]:
     """Count the payload of every collective that torch.distributed runs inside, forward and backward.
 
-    Counted is what has to leave and reach this rank, own data excluded, if ranks exchange directly: a gather sends the
-    own part to every other rank, an all_reduce is a reduce_scatter and an all_gather of 1/size each. Backends may route
-    the same payload through more hops. Code under torch.compile is not seen. Works on fake tensors and the fake process
-    group, so one process can tell what a rank of 4,096 would send.
+    It counts what this rank must send to and receive from other ranks if they exchange directly: a gather sends this rank's
+    part to every other rank; an all_reduce is a reduce_scatter and an all_gather of 1/size each. Backends may send the same
+    payload over more hops. Code under torch.compile is not counted. It works on fake tensors and the fake process group, so
+    one process can tell what one rank of 4,096 would send.
 
     Example:
         >>> import torch
@@ -75,7 +75,7 @@ class _Counter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, for seconds, to keep it away from what is not compiled
+        return False  # otherwise torch imports its compiler, for seconds, only to keep it away from code that is not compiled
 
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,20 +85,21 @@ class _Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        schema = getattr(func, "_schema", None)  # higher-order operators, of compiled code, have none
+        schema = getattr(func, "_schema", None)  # higher-order operators of compiled code have none
         namespace, _, name = schema.name.partition("::") if schema else ("", "", "")
         if namespace in ("c10d", "_c10d_functional") and (rule := _RULES.get(name.strip("_"))):
             public_name, count = rule
             given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
             op = self.traffic.by_op.setdefault(public_name, OpTraffic())
             op.calls += 1
-            for direction, bytes_moved in count(_Call(given, result)).items():
-                setattr(op, direction, getattr(op, direction) + bytes_moved)
+            sent, received = count(_Call(given, result))
+            op.sent += sent
+            op.received += received
         return result
 
 
 class _Call:
-    """One call of a c10d op: what every rule needs to know of it."""
+    """One call of a c10d op, with what the rules need."""
 
     def __init__(self, given: dict[str, Any], result: Any) -> None:
         self.given = given
@@ -107,7 +108,9 @@ class _Call:
             group = group_by_name(group)
         elif not isinstance(group, ProcessGroup):
             group = ProcessGroup.unbox(group)
-        self.rank, self.others, self.size = group.rank(), group.size() - 1, group.size()
+        self.rank = group.rank()
+        self.size = group.size()
+        self.others = self.size - 1
         self.input: Any = self._first("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensors", "tensor")
         self.output: Any = self._first("output", "outputs", "output_tensor", "output_tensors", "output_lists")
         self.output = result if self.output is None else self.output
@@ -116,86 +119,60 @@ class _Call:
     def _first(self, *names: str) -> Any:
         return next((self.given[name] for name in names if name in self.given), None)
 
+    @property
+    def bytes_in(self) -> int:
+        return _bytes(self.input)
+
+    @property
+    def bytes_out(self) -> int:
+        return _bytes(self.output)
+
 
 def _bytes(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor))
 
 
-def _gathered(call: _Call) -> dict[str, int]:
-    own = _bytes(call.input)
-    return {"sent": own * call.others, "received": _bytes(call.output) - own}
-
-
-def _reduce_scattered(call: _Call) -> dict[str, int]:
-    own = _bytes(call.output)
-    return {"sent": _bytes(call.input) - own, "received": own * call.others}
-
-
-def _all_reduced(call: _Call) -> dict[str, int]:
-    moved = 2 * _bytes(call.input) * call.others // call.size
-    return {"sent": moved, "received": moved}
-
-
-def _broadcast(call: _Call) -> dict[str, int]:
-    whole = _bytes(call.input)
-    return {"sent": whole * call.others} if call.is_root else {"received": whole}
-
-
-def _reduced(call: _Call) -> dict[str, int]:
-    whole = _bytes(call.input)
-    return {"received": whole * call.others} if call.is_root else {"sent": whole}
-
-
-def _collected(call: _Call) -> dict[str, int]:
-    own = _bytes(call.input)
-    return {"received": _bytes(call.output) - own} if call.is_root else {"sent": own}
-
-
-def _dealt(call: _Call) -> dict[str, int]:
-    own = _bytes(call.output)
-    return {"sent": _bytes(call.input) - own} if call.is_root else {"received": own}
-
-
-def _exchanged_rows(call: _Call) -> dict[str, int]:
+def _all_to_all_single(call: _Call) -> tuple[int, int]:
     def without_own(whole: Tensor, splits: list[int]) -> int:
         rows = splits or [whole.shape[0] // call.size] * call.size
         return (sum(rows) - rows[call.rank]) * (_bytes(whole) // max(sum(rows), 1))
 
-    send, receive = call.given["input_split_sizes"], call.given["output_split_sizes"]
-    return {"sent": without_own(call.input, send), "received": without_own(call.output, receive)}
+    send = without_own(call.input, call.given["input_split_sizes"])
+    return send, without_own(call.output, call.given["output_split_sizes"])
 
 
-def _exchanged_list(call: _Call) -> dict[str, int]:
+def _all_to_all(call: _Call) -> tuple[int, int]:
     own = _bytes(call.input[call.rank])
-    return {"sent": _bytes(call.input) - own, "received": _bytes(call.output) - own}
+    return call.bytes_in - own, call.bytes_out - own
 
 
-# c10d op, without underscores around it -> (name shown, rule). What is not here moves no payload.
-_RULES: dict[str, tuple[str, Callable[[_Call], dict[str, int]]]] = {
-    "allgather": ("all_gather", _gathered),
-    "allgather_base": ("all_gather", _gathered),
-    "allgather_coalesced": ("all_gather", _gathered),
-    "allgather_into_tensor_coalesced": ("all_gather", _gathered),
-    "all_gather_into_tensor": ("all_gather", _gathered),
-    "all_gather_into_tensor_out": ("all_gather", _gathered),
-    "all_gather_into_tensor_coalesced": ("all_gather", _gathered),
-    "reduce_scatter": ("reduce_scatter", _reduce_scattered),
-    "reduce_scatter_base": ("reduce_scatter", _reduce_scattered),
-    "reduce_scatter_tensor": ("reduce_scatter", _reduce_scattered),
-    "reduce_scatter_tensor_out": ("reduce_scatter", _reduce_scattered),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _reduce_scattered),
-    "allreduce": ("all_reduce", _all_reduced),
-    "allreduce_coalesced": ("all_reduce", _all_reduced),
-    "all_reduce": ("all_reduce", _all_reduced),
-    "all_reduce_coalesced": ("all_reduce", _all_reduced),
-    "broadcast": ("broadcast", _broadcast),
-    "reduce": ("reduce", _reduced),
-    "gather": ("gather", _collected),
-    "scatter": ("scatter", _dealt),
-    "alltoall_base": ("all_to_all", _exchanged_rows),
-    "all_to_all_single": ("all_to_all", _exchanged_rows),
-    "alltoall": ("all_to_all", _exchanged_list),
-    "send": ("send", lambda call: {"sent": _bytes(call.input)}),
-    "recv": ("recv", lambda call: {"received": _bytes(call.input)}),
-    "recv_any_source": ("recv", lambda call: {"received": _bytes(call.input)}),
-}
+def _all_gather(c: _Call) -> tuple[int, int]:
+    return c.bytes_in * c.others, c.bytes_out - c.bytes_in
+
+
+def _reduce_scatter(c: _Call) -> tuple[int, int]:
+    return c.bytes_in - c.bytes_out, c.bytes_out * c.others
+
+
+def _all_reduce(c: _Call) -> tuple[int, int]:
+    moved = 2 * c.bytes_in * c.others // c.size
+    return moved, moved
+
+
+# Name shown; bytes sent and received by a call; its c10d ops without underscores around them. Other ops move no payload.
+_TABLE: list[tuple[str, Callable[[_Call], tuple[int, int]], str]] = [
+    ("all_gather", _all_gather, "allgather allgather_base allgather_coalesced allgather_into_tensor_coalesced"),
+    ("all_gather", _all_gather, "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced"),
+    ("reduce_scatter", _reduce_scatter, "reduce_scatter reduce_scatter_base reduce_scatter_tensor"),
+    ("reduce_scatter", _reduce_scatter, "reduce_scatter_tensor_out reduce_scatter_tensor_coalesced"),
+    ("all_reduce", _all_reduce, "allreduce allreduce_coalesced all_reduce all_reduce_coalesced"),
+    ("broadcast", lambda c: (c.bytes_in * c.others, 0) if c.is_root else (0, c.bytes_in), "broadcast"),
+    ("reduce", lambda c: (0, c.bytes_in * c.others) if c.is_root else (c.bytes_in, 0), "reduce"),
+    ("gather", lambda c: (0, c.bytes_out - c.bytes_in) if c.is_root else (c.bytes_in, 0), "gather"),
+    ("scatter", lambda c: (c.bytes_in - c.bytes_out, 0) if c.is_root else (0, c.bytes_out), "scatter"),
+    ("all_to_all", _all_to_all_single, "alltoall_base all_to_all_single"),
+    ("all_to_all", _all_to_all, "alltoall"),
+    ("send", lambda c: (c.bytes_in, 0), "send"),
+    ("recv", lambda c: (0, c.bytes_in), "recv recv_any_source"),
+]
+_RULES = {op: (name, count) for name, count, ops in _TABLE for op in ops.split()}

@@ -1,12 +1,13 @@
-"""The bare communication: no autograd here. Each kernel takes contiguous rows and returns a new tensor.
+"""Communication without autograd: the calls of torch.distributed. Each function takes contiguous rows and returns a new tensor.
 
-Nothing is padded: the wire carries the payload. What only moves data travels as bytes where the backend minds the dtype,
-so that bool, complex and float8 move everywhere. Two sets of algorithms, by backend:
+Nothing is padded: exactly the payload is sent. Collectives that only move data send it as bytes where the backend does not
+know the dtype, so bool, complex and float8 work everywhere. The algorithms depend on the backend:
 
-- gloo: its own collectives know equal sizes only, or queue for a thread. Messages from rank to rank, straight into the
-  output, measured fastest for all that moves; a reduce_scatter is an exchange and a local sum in rank order.
-- all others (NCCL and its kin): the fused collective for equal sizes; the list form, which is a group of broadcasts or
-  of reductions, for uneven ones.
+- gloo: messages from rank to rank, straight into the output. Its own collectives take equal sizes only, or queue for a
+  thread; messages were measured fastest for everything that moves data. A reduce_scatter is an exchange and a local sum in
+  rank order.
+- all others (NCCL and similar): the fused collective for equal sizes; the list form, which is a group of broadcasts or of
+  reductions, for uneven ones.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from unisono.collectives.groups import backend_for
 
-# Tags of our messages between two ranks, beside any that the user sends. They take turns: with one tag for all, gloo takes
-# up to twice as long when a message follows on the heels of another.
+# Tags of our messages between two ranks, which no message of the user should have. They take turns: with one tag for all,
+# gloo takes up to twice as long when one message directly follows another.
 _TAGS = range(0x0A10, 0x0A18)
-_STRIDE = 0x10  # from the tag of one tensor of a hop to that of the next
+_STRIDE = 0x10  # from the tag of one tensor to that of the next in start_hop
 _turns: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 def as_bytes(rows: Tensor) -> Tensor:
-    """A view of contiguous `rows` as (rows, bytes of a row)."""
+    """View contiguous `rows` as (rows, bytes of a row)."""
     width = math.prod(rows.shape[1:])
     # not view(): a contiguous tensor may have any stride where its size is 0 or 1, zero after expand()
     return rows.as_strided((rows.shape[0], width), (width, 1)).view(torch.uint8)
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
-    """Every rank's rows, in rank order. `sizes`: rows of each rank."""
+    """Return every rank's rows, in rank order. `sizes`: rows of each rank."""
     out = x.new_empty((sum(sizes), *x.shape[1:]))
     if out.numel() == 0:  # the same on every rank
         return out
@@ -53,7 +54,7 @@ def all_gather(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
-    """The sum over ranks of this rank's share of the rows. `sizes`: rows of each rank's share."""
+    """Return the sum over ranks of this rank's share of the rows. `sizes`: rows of each rank's share."""
     own = (sizes[pg.rank()], *x.shape[1:])
     if x.numel() == 0:  # the same on every rank
         return x.new_empty(own)
@@ -72,7 +73,7 @@ def reduce_scatter(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
 
 
 def sum_in_order(blocks: Sequence[Tensor]) -> Tensor:
-    """A new tensor, the sum of `blocks` in their order: the same bits on every run. 16-bit floats add up in float32."""
+    """Return the sum of `blocks` in their order: the same bits on every run. 16-bit floats are added in float32."""
     if len(blocks) == 1:
         return blocks[0].clone()
     if blocks[0].dtype in (torch.bfloat16, torch.float16, torch.bool):
@@ -90,7 +91,7 @@ def all_reduce(x: Tensor, pg: ProcessGroup) -> Tensor:
 
 
 def start_all_reduce(x: Tensor, pg: ProcessGroup) -> dist.Work:
-    """Start to replace dense `x`, in place, by its sum over the ranks. It belongs to the wire until the work is waited for."""
+    """Start to replace dense `x`, in place, by its sum over the ranks. Do not touch it before you have waited for the work."""
     work = dist.all_reduce(x, group=pg, async_op=True)
     if work is None:
         raise RuntimeError(f"all_reduce: this rank is not in group {pg.group_name!r}")
@@ -105,14 +106,14 @@ def broadcast(x: Tensor, root: int, pg: ProcessGroup) -> Tensor:
 
 
 def reduce(x: Tensor, root: int, pg: ProcessGroup) -> Tensor:
-    """The sum on `root`; zeros elsewhere, where backends leave partial sums."""
+    """Return the sum on `root`, and zeros elsewhere: backends leave partial sums there."""
     out = x.clone()
     dist.reduce(out, group_dst=root, group=pg)
     return out if pg.rank() == root else torch.zeros_like(x)
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], pg: ProcessGroup) -> Tensor:
-    """`send[r]` rows go to rank r, `receive[r]` rows come from it."""
+    """Send `send[r]` rows to rank r and receive `receive[r]` rows from it."""
     out = x.new_empty((sum(receive), *x.shape[1:]))
     if math.prod(x.shape[1:]) == 0:  # the same on every rank, unlike the number of rows
         return out
@@ -125,35 +126,37 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], pg: Proce
 
 
 def start_hop(leaving: Sequence[Tensor], arriving: Sequence[Tensor], pg: ProcessGroup) -> list[dist.Work]:
-    """Start to hand `leaving` to the next rank of the ring while `arriving` is filled by the one before.
+    """Start to send `leaving` to the next rank of the ring, and to receive `arriving` from the previous one.
 
-    Both are contiguous, belong to the wire until every returned work has been waited for, and stay referenced by it.
+    All tensors are contiguous. Do not touch them before you have waited for every returned work, which keeps them alive.
     """
-    target, source = (pg.rank() + 1) % pg.size(), (pg.rank() - 1) % pg.size()
+    target = (pg.rank() + 1) % pg.size()
+    source = (pg.rank() - 1) % pg.size()
     if backend_for((*leaving, *arriving)[0].device, pg) == "gloo":
-        tag = next(_turns.setdefault(pg, cycle(_TAGS)))  # also where nothing is sent: all ranks must keep in turn
+        tag = next(_turns.setdefault(pg, cycle(_TAGS)))  # also if nothing is sent, so that all ranks use the same tag
         return [
             *(pg.send([x], target, tag + _STRIDE * k) for k, x in enumerate(leaving) if x.numel()),
             *(pg.recv([x], source, tag + _STRIDE * k) for k, x in enumerate(arriving) if x.numel()),
         ]
-    sends, receives = [x for x in leaving if x.numel()], [x for x in arriving if x.numel()]
+    sends = [x for x in leaving if x.numel()]
+    receives = [x for x in arriving if x.numel()]
     if not sends and not receives:
         return []
-    # one batch: of sends and receives issued apart, NCCL would run the first and wait for its partner's second
+    # In one batch: if they are issued one by one, NCCL runs the send first and waits for the partner's receive.
     ops = [dist.P2POp(dist.isend, as_bytes(x), group=pg, group_peer=target) for x in sends]
     ops += [dist.P2POp(dist.irecv, as_bytes(x), group=pg, group_peer=source) for x in receives]
     return list(dist.batch_isend_irecv(ops))
 
 
 def small_all_gather(message: Tensor, pg: ProcessGroup) -> Tensor:
-    """Equal 1-D messages of every rank, as (ranks, length)."""
+    """Return the 1-D messages of all ranks, which have equal lengths, as (ranks, length)."""
     return all_gather(message, [message.numel()] * pg.size(), pg).view(pg.size(), -1)
 
 
 def _exchange(
     leaving: Sequence[Tensor], arriving: Sequence[Tensor], pg: ProcessGroup, meanwhile: Callable[[], object] | None = None
 ) -> None:
-    """Send `leaving[r]` to rank r and receive `arriving[r]` from it, all at once; any dtype. The own entry stays as it is."""
+    """Send `leaving[r]` to rank r and receive `arriving[r]` from it, all at once; any dtype. The own entry is not touched."""
     rank, size = pg.rank(), pg.size()
     tag = next(_turns.setdefault(pg, cycle(_TAGS)))
     pending = []

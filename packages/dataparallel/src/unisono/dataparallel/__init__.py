@@ -1,13 +1,11 @@
-"""One process, several devices; and gradients and batch statistics over ranks."""
+"""Data parallelism: one process with several devices; gradients and batch norm over ranks."""
 
-from unisono.dataparallel.batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from unisono.dataparallel.batch_normalization import sync_batch_norm
-from unisono.dataparallel.coalescing import broadcast, reduce_add
-from unisono.dataparallel.gathering import gather
-from unisono.dataparallel.gradient_sync import GradientSync, sync_gradients
-from unisono.dataparallel.replica_set import ReplicaSet
-from unisono.dataparallel.scattering import Replicate, scatter
-from unisono.dataparallel.threads import parallel_apply
+from unisono.dataparallel.batch_norm import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
+from unisono.dataparallel.gradient_sync.sync import GradientSync, sync_gradients
+from unisono.dataparallel.replicas.broadcast import broadcast, reduce_add
+from unisono.dataparallel.replicas.parallel_apply import parallel_apply
+from unisono.dataparallel.replicas.replica_set import ReplicaSet
+from unisono.dataparallel.replicas.scatter_gather import Replicate, gather, scatter
 
 __all__ = [
     "GradientSync",

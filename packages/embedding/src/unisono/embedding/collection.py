@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group
 from unisono.collectives.groups import resolve_group
-from unisono.embedding.lookup.engine import LookupEngine, Prefetcher
-from unisono.embedding.lookup.storage import GradReduce, Options, copy_with_storage
-from unisono.embedding.optimizers import FusedOptimizer, Rule
+from unisono.embedding.lookup.engine import EngineModule, LookupEngine, Prefetcher
+from unisono.embedding.lookup.storage import GradReduce, LookupOptions
+from unisono.embedding.optimizers import Rule
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.planner import Plan, plan_tables
 from unisono.embedding.ragged import Ragged, as_ragged
@@ -22,13 +22,13 @@ from unisono.embedding.table import Table
 Features = Mapping[str, Ragged | Tensor]
 
 
-class EmbeddingCollection(nn.Module):
+class EmbeddingCollection(EngineModule):
     """Tables sharded over the ranks; a batch is a dict of features.
 
     Args:
         tables: The tables, and which features look into each.
-        plan: "auto" (see plan_tables), the name of a layout for all tables, a Plan, or a dict from table to layout. The names
-            are "row", "column", "table" and "replicated".
+        plan: "auto" (see plan_tables), a layout for all tables, a Plan, or a dict from table to layout. A layout is a Layout or
+            its name: "row", "column", "table" or "replicated".
         optimizer: SGD, RowwiseAdagrad, Adagrad or Adam of this package, applied during the backward, so that no gradient of
             a whole table ever exists. None: the parameters get gradients.
         sparse: Without optimizer: gradients are sparse, for torch.optim.SparseAdam and SGD.
@@ -55,7 +55,7 @@ class EmbeddingCollection(nn.Module):
         self,
         tables: Sequence[Table],
         *,
-        plan: str | Plan | Mapping[str, str | Layout] = "auto",
+        plan: str | Layout | Plan | Mapping[str, str | Layout] = "auto",
         optimizer: Rule | None = None,
         sparse: bool = False,
         batch_size: int = 1024,
@@ -79,7 +79,7 @@ class EmbeddingCollection(nn.Module):
                 f"{function}: tables cannot be called {taken}, since torch.nn.ModuleDict has attributes of these names"
             )
         if sparse and optimizer is not None:
-            raise ValueError(f"{function}: sparse=True is about gradients, which a fused optimizer leaves none of")
+            raise ValueError(f"{function}: sparse=True is about gradients, but a fused optimizer leaves none")
         dtype = dtype or torch.get_default_dtype()
         if plan == "auto":
             plan = plan_tables(
@@ -95,7 +95,7 @@ class EmbeddingCollection(nn.Module):
             )
         self.plan = plan if isinstance(plan, Plan) else None
         device = torch.empty(0, device=device).device  # with its index
-        options = Options(function, grad_reduce, sparse, wire_dtype, dtype, device)
+        options = LookupOptions(function, grad_reduce, sparse, wire_dtype, dtype, device)
         self.engine = LookupEngine(tables, _layouts_of(tables, plan, ranks.size), options, optimizer, group)
         storage = self.engine.storage
         modules = [ShardedTable(t, x, ranks, plain=sparse) for t, x in zip(tables, storage.layouts, strict=True)]
@@ -103,15 +103,6 @@ class EmbeddingCollection(nn.Module):
         storage.attach(modules)
         self.reset_parameters()
         self._prefetcher: Prefetcher | None = None
-
-    @property
-    def optimizer(self) -> FusedOptimizer | None:
-        """The handle of a fused optimizer: give it to torch.optim.lr_scheduler."""
-        return self.engine.storage.optimizer
-
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw first weights, the same for every plan and number of ranks. All ranks call."""
-        self.engine.storage.reset(seed)
 
     def weight(self, table: str) -> nn.Parameter:
         """The parameter of a table: a DTensor for row and column layouts."""
@@ -172,19 +163,14 @@ class EmbeddingCollection(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prefetcher": None}  # a copy prefetches for itself
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return copy_with_storage(self, self.__getstate__(), memo)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.engine.storage.convert(fn)
-        return self
-
-
-def _layouts_of(tables: Sequence[Table], plan: str | Plan | Mapping[str, str | Layout], world_size: int) -> list[Layout]:
+def _layouts_of(tables: Sequence[Table], plan: object, world_size: int) -> list[Layout]:
     function = EmbeddingCollection.__name__
     if isinstance(plan, str):
         layout = as_layout(plan, function)
         return [layout.for_table_number(number, world_size) for number in range(len(tables))]
+    if not isinstance(plan, Plan | Mapping):
+        return [as_layout(plan, function)] * len(tables)
     layouts = plan.layouts if isinstance(plan, Plan) else plan
     if missing := [table.name for table in tables if table.name not in layouts]:
         raise ValueError(f"{function}: plan has no layout for table {missing[0]!r}; it has {sorted(layouts)}")

@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from unisono.collectives import Group, all_gather, all_reduce, all_to_all_single
 from unisono.collectives.autograd import disable_compile
@@ -19,6 +21,7 @@ from unisono.collectives.checks import describe
 from unisono.collectives.groups import GroupRanks, process_group, resolve_group
 from unisono.collectives.sizes import all_gather_metadata
 from unisono.embedding.hashing import splitmix64
+from unisono.embedding.sharding.layouts import chunk, chunk_size
 
 Eviction = Literal["least_recent", "least_frequent"]
 _EMPTY, _REMOVED = -1, -2  # instead of a slot; a search goes on past a removed one
@@ -101,8 +104,8 @@ class IdMap(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         ranks = resolve_group(self.group)
         error = self._input_error(ids) or self._hold_shards(ranks)
-        mine = _deduplicate(torch.empty(0, dtype=torch.int64) if error else ids.reshape(-1).to(torch.int64))
-        owners = _divide_range(mine.hashes, self.shards) // self._shards_per_rank(ranks)
+        mine = _distinct_ids(torch.empty(0, dtype=torch.int64) if error else ids.reshape(-1).to(torch.int64))
+        owners = _divide_range(mine.hashes, self.shards) // chunk_size(self.shards, ranks.size)
         send = owners.bincount(minlength=ranks.size).tolist()
         same = f"{self.extra_repr()}, training={self.training}, call {self._calls}"
         table = all_gather_metadata("IdMap", ids if error else mine.ids, 0, ranks, extra=send, same=same, problem=error)
@@ -112,7 +115,7 @@ class IdMap(nn.Module):
         if ranks.size > 1:
             leaving = torch.stack((mine.ids, mine.counts), 1) if self.training else mine.ids.unsqueeze(1)
             arrived = all_to_all_single(leaving, send_sizes=send, receive_sizes=receive, group=self.group)
-            theirs = _deduplicate(arrived[:, 0], arrived[:, 1] if self.training else None)
+            theirs = _distinct_ids(arrived[:, 0], arrived[:, 1] if self.training else None)
         self.reassigned = mine.ids.new_empty(0)
         if self.training:
             self._calls += 1
@@ -145,9 +148,6 @@ class IdMap(nn.Module):
         ranks = self._hold_shards_or_raise()
         state = dict(self._slots.stored)
         if ranks.size > 1:
-            from torch.distributed.device_mesh import DeviceMesh
-            from torch.distributed.tensor import DTensor, Shard  # here: it takes seconds
-
             mesh = DeviceMesh.from_group(process_group(ranks), state["ids"].device.type)
             shape = torch.Size((self.shards, self._slots.width))
             for name, x in state.items():
@@ -195,14 +195,9 @@ class IdMap(nn.Module):
         device = self.reassigned.device
         return _Slots(run, shards=self.shards, rows=self.capacity - 1, candidates=self.candidates, device=device)
 
-    def _shards_per_rank(self, ranks: GroupRanks) -> int:
-        """The last ranks may have fewer, as in a DTensor."""
-        return -(-self.shards // ranks.size)
-
     def _hold_shards(self, ranks: GroupRanks) -> str:
         """Make room for this rank's shards, now that the ranks are known; or say what is wrong."""
-        count = self._shards_per_rank(ranks)
-        run = range(self.shards)[ranks.rank * count :][:count]
+        run = range(*chunk(self.shards, ranks.size, ranks.rank))  # as DTensor divides them
         before = self._slots
         if run == before.run:
             return ""
@@ -224,11 +219,9 @@ class IdMap(nn.Module):
 
 def _take_shards(x: Any, run: range, ranks: GroupRanks) -> Tensor:
     """The shards `run` of a whole tensor or a DTensor, which is gathered if it is divided in another way."""
-    if hasattr(x, "to_local"):
-        from torch.distributed.tensor import Shard
-
+    if isinstance(x, DTensor):
         if x.device_mesh.size() == ranks.size and tuple(x.placements) == (Shard(0),):
-            return x.to_local()  # type: ignore[no-any-return]
+            return x.to_local()
         x = x.full_tensor()
     return x[run.start : run.stop]  # type: ignore[no-any-return]
 
@@ -377,7 +370,7 @@ class _Distinct(NamedTuple):
     inverse: Tensor  # for each id of the batch, its index among them
 
 
-def _deduplicate(ids: Tensor, counts: Tensor | None = None) -> _Distinct:
+def _distinct_ids(ids: Tensor, counts: Tensor | None = None) -> _Distinct:
     """`counts`: how often each of the ids counts; None: once."""
     hashes, order = splitmix64(ids).sort()
     new = torch.ones_like(hashes, dtype=torch.bool)

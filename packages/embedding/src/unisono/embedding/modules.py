@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from unisono.collectives import Group
 from unisono.collectives.checks import validate_across_ranks
-from unisono.embedding.lookup.engine import LookupEngine
-from unisono.embedding.lookup.storage import GradReduce, Options, copy_with_storage
-from unisono.embedding.optimizers import FusedOptimizer, Rule
+from unisono.embedding.lookup.engine import EngineModule, LookupEngine
+from unisono.embedding.lookup.storage import GradReduce, LookupOptions
+from unisono.embedding.optimizers import Rule
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.ragged import Ragged
 from unisono.embedding.sharding.layouts import Layout, as_layout
 from unisono.embedding.table import Initialize, Mode, Table, draw_normal
 
 _NAME = "weight"  # of the only table, and of its feature
+_SHARED_WITH_TORCH = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+_Dense = TypeVar("_Dense", nn.Embedding, nn.EmbeddingBag)
 
 
-class _OneTableModule(ShardedTable):
+class _OneTableModule(EngineModule, ShardedTable):
     """A table that is a module by itself, with an engine of its own."""
 
     def __init__(self, table: Table, plan: str | Layout, options: dict[str, Any], optimizer: Rule | None, group: Group) -> None:
@@ -30,18 +31,13 @@ class _OneTableModule(ShardedTable):
         device = torch.empty(0, device=options.pop("device")).device  # with its index
         dtype = options.pop("dtype") or torch.get_default_dtype()
         if options["sparse"] and optimizer is not None:
-            raise ValueError(f"{function}: sparse=True is about gradients, which a fused optimizer leaves none of")
-        shared = Options(function, dtype=dtype, device=device, **options)
+            raise ValueError(f"{function}: sparse=True is about gradients, but a fused optimizer leaves none")
+        shared = LookupOptions(function, dtype=dtype, device=device, **options)
         engine = LookupEngine([table], [as_layout(plan, function)], shared, optimizer, group)
-        super().__init__(table, engine.storage.layouts[0], engine.storage.ranks, plain=options["sparse"])
+        ShardedTable.__init__(self, table, engine.storage.layouts[0], engine.storage.ranks, plain=options["sparse"])
         self.engine = engine
         engine.storage.attach([self])
         self.reset_parameters()
-
-    @property
-    def optimizer(self) -> FusedOptimizer | None:
-        """The handle of a fused optimizer, for schedulers."""
-        return self.engine.storage.optimizer
 
     @property
     def num_embeddings(self) -> int:
@@ -51,35 +47,27 @@ class _OneTableModule(ShardedTable):
     def embedding_dim(self) -> int:
         return self.table.dim
 
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw first weights, the same for every layout and number of ranks. All ranks call."""
-        self.engine.storage.reset(seed)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return copy_with_storage(self, self.__dict__, memo)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.engine.storage.convert(fn)
-        return self
-
     def _load_dense(self, module: nn.Embedding | nn.EmbeddingBag) -> Self:
         """Copy this rank's shard from `module`, of which every rank has the same copy."""
         function = f"{type(self).__name__}.from_dense"
         weight = module.weight.detach()
         total = 0.0 if weight.is_meta else float(weight.sum(dtype=torch.float64))
+        same = f"a table of {tuple(weight.shape)} whose sum is {total!r}"
+        rule = "Every rank takes its shard from its own copy: all copies must be the same."
         validate_across_ranks(
-            function,
-            self.ranks,
-            same=(tuple(weight.shape), total),
-            numbers=(),
-            words=lambda: f"{function}(a table of {tuple(weight.shape)} whose sum is {total!r})",
-            device=weight.device,
-            rule="Every rank takes its shard from its own copy: all copies must be the same.",
+            function, self.ranks, same=same, numbers=(), words=lambda: f"{function}({same})", device=weight.device, rule=rule
         )
         self.set_weight(weight)
         self.table = replace(self.table, initialize=draw_normal)  # what reset_parameters would draw
         self.weight.requires_grad_(module.weight.requires_grad)
         return self
+
+    def _make_dense(self, kind: type[_Dense], **options: Any) -> _Dense:
+        arguments = {name: getattr(self.table, name) for name in _SHARED_WITH_TORCH}
+        sparse = self.engine.storage.options.sparse
+        module = kind(self.table.rows, self.table.dim, sparse=sparse, _weight=self.full_weight(), **arguments, **options)
+        module.weight.requires_grad_(self.weight.requires_grad)
+        return module
 
     def extra_repr(self) -> str:
         options = [f"{self.table.rows}, {self.table.dim}, plan={str(self.layout)!r}"]
@@ -160,20 +148,7 @@ class ShardedEmbedding(_OneTableModule):
 
     def to_dense(self) -> nn.Embedding:
         """Gather the whole table into a torch.nn.Embedding, on every rank. All ranks call."""
-        t = self.table
-        sparse = self.engine.storage.options.sparse
-        module = nn.Embedding(
-            t.rows,
-            t.dim,
-            t.padding_idx,
-            t.max_norm,
-            t.norm_type,
-            t.scale_grad_by_freq,
-            sparse,
-            _weight=self.full_weight(),
-        )
-        module.weight.requires_grad_(self.weight.requires_grad)
-        return module
+        return self._make_dense(nn.Embedding)
 
 
 class ShardedEmbeddingBag(_OneTableModule):
@@ -248,21 +223,7 @@ class ShardedEmbeddingBag(_OneTableModule):
 
     def to_dense(self) -> nn.EmbeddingBag:
         """Gather the whole table into a torch.nn.EmbeddingBag, on every rank. All ranks call."""
-        t = self.table
-        module = nn.EmbeddingBag(
-            t.rows,
-            t.dim,
-            t.max_norm,
-            t.norm_type,
-            t.scale_grad_by_freq,
-            str(t.mode),
-            self.engine.storage.options.sparse,
-            _weight=self.full_weight(),
-            include_last_offset=self.include_last_offset,
-            padding_idx=t.padding_idx,
-        )
-        module.weight.requires_grad_(self.weight.requires_grad)
-        return module
+        return self._make_dense(nn.EmbeddingBag, mode=self.table.mode, include_last_offset=self.include_last_offset)
 
 
 def _input_type_error(input: object) -> str:
@@ -291,16 +252,11 @@ def _bag_error(input: Tensor, offsets: Tensor | None, weights: Tensor | None) ->
 
 def _arguments_like(module: nn.Embedding | nn.EmbeddingBag, options: dict[str, Any]) -> dict[str, Any]:
     """The arguments that make a sharded table like `module`, but for its weights. `options` override them."""
-    names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
     return {
-        **{name: getattr(module, name) for name in names},
+        **{name: getattr(module, name) for name in _SHARED_WITH_TORCH},
         "sparse": module.sparse and options.get("optimizer") is None,
         "device": module.weight.device,
         "dtype": module.weight.dtype,
-        "initialize": _leave_empty,
+        "initialize": lambda rows, generator: None,  # the weights are copied afterwards
         **options,
     }
-
-
-def _leave_empty(rows: Tensor, generator: torch.Generator) -> None:
-    """Draw nothing: the weights are copied afterwards."""

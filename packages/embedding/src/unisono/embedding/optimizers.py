@@ -6,9 +6,10 @@ GradientConsumer: FusedUpdate applies such a rule; ParameterGradients collects g
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -129,25 +130,31 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Do nothing: no gradients are kept."""
 
 
-class GradientConsumer(Protocol):
+class GradientConsumer(ABC):
     """Takes the gradients of rows during a backward."""
 
-    def begin(self) -> None: ...
+    @abstractmethod
+    def begin(self) -> None:
+        """Start a backward."""
 
     def needs_square_sums(self) -> bool:
         """Whether `take` wants the sum of squares of each whole row."""
+        return False
 
     def decay(self, shard: GroupShard, rows: Tensor, grads: Tensor) -> Tensor:
         """Return the gradients with what weight decay adds to them."""
+        return grads
 
+    @abstractmethod
     def take(self, shard: GroupShard, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
         """Take the gradients of different rows of the shard, in ascending order; perhaps a part of them at a time."""
 
+    @abstractmethod
     def results(self) -> Sequence[Tensor | None]:
         """The gradients of the parameters that were given to LookupFunction."""
 
 
-class FusedUpdate:
+class FusedUpdate(GradientConsumer):
     """Applies gradients to the shards as they come. `frozen`: the tables that must not change."""
 
     def __init__(self, optimizer: FusedOptimizer, steps: Tensor, frozen: Collection[int]) -> None:
@@ -185,7 +192,7 @@ class FusedUpdate:
         return (None,)
 
 
-class ParameterGradients:
+class ParameterGradients(GradientConsumer):
     """Collects the gradient of each table's parameter, dense or sparse.
 
     `shape_as`: gives a dense local gradient the form of the table's parameter (mostly a DTensor).
@@ -199,12 +206,6 @@ class ParameterGradients:
 
     def begin(self) -> None:
         self.parts = {}
-
-    def needs_square_sums(self) -> bool:
-        return False
-
-    def decay(self, shard: GroupShard, rows: Tensor, grads: Tensor) -> Tensor:
-        return grads
 
     def take(self, shard: GroupShard, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
         for part, own_rows, sums in shard.split(rows, grads):

@@ -119,14 +119,8 @@ class ShardedTable(nn.Module):
     def _gather(self, shard: Tensor) -> Tensor:
         if self.layout.is_replicated or self.ranks.size == 1:
             return shard.clone()
-        rows, dim = self.table.rows, self.table.dim
-        boxes = [self.layout.box(rank=rank, rows=rows, dim=dim) for rank in range(self.ranks.size)]
-        sizes = [box.shape[0] * box.shape[1] for box in boxes]
-        parts = all_gather(shard.reshape(-1), sizes=sizes, group=as_group(self.ranks)).split_with_sizes(sizes)
-        full = shard.new_empty((rows, dim))
-        for box, part in zip(boxes, parts, strict=True):
-            full[box.row : box.row_end, box.column : box.column_end] = part.view(box.shape)
-        return full
+        shape = (self.table.rows, self.table.dim)
+        return _gather_dtensor(_as_dtensor(shard, self.layout, self.ranks, shape, connected=False), self.ranks)
 
     def _entries(self) -> dict[str, Tensor]:
         return {"weight": self.local, **self.states}

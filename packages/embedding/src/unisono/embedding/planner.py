@@ -16,12 +16,20 @@ from torch import Tensor
 from unisono.collectives import Group
 from unisono.embedding.optimizers import Rule
 from unisono.embedding.ragged import Ragged
-from unisono.embedding.sharding.cost import Demand, Option, can_pool, count_demands, expect_demand, list_options, set_prices
+from unisono.embedding.sharding.cost import (
+    Demand,
+    ShardingOption,
+    can_pool,
+    count_demands,
+    expect_demand,
+    list_options,
+    set_prices,
+)
 from unisono.embedding.sharding.layouts import Answers, Layout
 from unisono.embedding.table import Table
 
 _FEW = 16  # ranks that are listed one by one
-_ANY = 2**62  # more than any rank has
+_UNLIMITED = 2**62  # more than any rank has
 _NEAR = 1.05  # loads that are as good as equal
 _LIMITS = (None, 1.5, 1.2, 1.1, 1.0, 0.0)  # of a rank's load, as parts of the mean: beyond, a table is cut. 0: all are
 _EVENNESS = (1.1, 1.2, 1.5)  # of memory, as parts of the mean: worth having if it costs next to nothing
@@ -173,7 +181,7 @@ def plan_tables(
     )
 
 
-def _report(table: Table, demand: Demand, placed: Placed, world_size: int) -> PlannedTable:
+def _report(table: Table, demand: Demand, placed: PlacedOption, world_size: int) -> PlannedTable:
     option = placed.option
     sent = option.sent_by_all + int(option.sent.sum()) // world_size
     why = "; ".join(filter(None, (placed.why, _explain_answers(table, demand, option.answers))))
@@ -199,15 +207,15 @@ def _bytes(number: int) -> str:
     return f"{size:.1f} TiB"
 
 
-class Placed(NamedTuple):
+class PlacedOption(NamedTuple):
     """An option that has ranks."""
 
-    option: Option
+    option: ShardingOption
     ranks: Tensor  # of its chunks
     why: str  # why it is not the cheapest option; "" if it is
 
 
-class Ledger:
+class RankTotals:
     """What each rank has so far."""
 
     def __init__(self, world_size: int, load: int = 0) -> None:
@@ -215,30 +223,30 @@ class Ledger:
         self.sent = torch.zeros_like(self.load)
         self.memory = torch.zeros_like(self.load)
 
-    def add(self, option: Option, ranks: Tensor) -> None:
+    def add(self, option: ShardingOption, ranks: Tensor) -> None:
         self.load += option.load_of_all
         self.load[ranks] += option.load
         self.sent += option.sent_by_all
         self.sent[ranks] += option.sent
         self.memory[ranks] += option.memory
 
-    def find_room(self, option: Option, cap: int) -> tuple[int, Tensor] | None:
+    def find_room(self, option: ShardingOption, cap: int) -> tuple[int, Tensor] | None:
         """Find neighbouring ranks whose load would be the least with this option; also return the highest load among them."""
         parts = len(option.load)
         blocks = len(self.load) // parts
         load = (self.load[: blocks * parts].view(blocks, parts) + (option.load + option.load_of_all)).amax(1)
         memory = (self.memory[: blocks * parts].view(blocks, parts) + option.memory).amax(1)
-        load = load.masked_fill_(memory > cap, _ANY)
+        load = load.masked_fill_(memory > cap, _UNLIMITED)
         least = int(load.min())
-        if least == _ANY:
+        if least == _UNLIMITED:
             return None
-        block = int(memory.masked_fill_(load > least, _ANY).argmin())
+        block = int(memory.masked_fill_(load > least, _UNLIMITED).argmin())
         return least, torch.arange(block * parts, (block + 1) * parts, device="cpu")
 
 
 def _pack(
-    choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int, memory_per_rank: int | None
-) -> list[Placed]:
+    choices: Sequence[Sequence[ShardingOption]], order: Sequence[int], world_size: int, memory_per_rank: int | None
+) -> list[PlacedOption]:
     """Choose an option for each table, and its ranks. `order`: the tables; it decides between equal ones.
 
     If memory does not suffice, the result is the one that comes nearest to it.
@@ -249,14 +257,14 @@ def _pack(
     even = max(1, -(-sum(held) // world_size))
     sizes = [max(int(options[0].load.sum()) / mean, h / even) for options, h in zip(whole, held, strict=True)]
     order = sorted(order, key=lambda table: -sizes[table])
-    cap = _ANY if memory_per_rank is None else memory_per_rank
+    cap = _UNLIMITED if memory_per_rank is None else memory_per_rank
     worth_trying = [every if size > _SMALL else uncut for every, uncut, size in zip(choices, whole, sizes, strict=True)]
-    tried: list[tuple[int, list[Placed]]] = []
+    tried: list[tuple[int, list[PlacedOption]]] = []
     bounds = [int(part * even) for part in _EVENNESS]
     for room in [*(bound for bound in bounds if bound < cap), cap]:
-        short = "no rank has room for it whole" if room == cap else "spreads memory"
+        short = "no rank has room for it whole" if room == cap else "balances memory"
         for limit in _LIMITS:
-            found = _try(worth_trying, order, world_size, room, short, _ANY if limit is None else int(limit * mean))
+            found = _try(worth_trying, order, world_size, room, short, _UNLIMITED if limit is None else int(limit * mean))
             tried += [] if found is None else [found]
             if found is not None and found[0] <= _NEAR * mean:
                 return found[1]
@@ -266,51 +274,51 @@ def _pack(
     return next(found for load, found in tried if load <= _NEAR * least)
 
 
-def _add_up(placed: Sequence[Placed], world_size: int) -> Ledger:
-    ledger = Ledger(world_size)
+def _add_up(placed: Sequence[PlacedOption], world_size: int) -> RankTotals:
+    totals = RankTotals(world_size)
     for option, ranks, _ in placed:
-        ledger.add(option, ranks)
-    return ledger
+        totals.add(option, ranks)
+    return totals
 
 
 def _try(
-    choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int, cap: int, short: str, limit: int
-) -> tuple[int, list[Placed]] | None:
+    choices: Sequence[Sequence[ShardingOption]], order: Sequence[int], world_size: int, cap: int, short: str, limit: int
+) -> tuple[int, list[PlacedOption]] | None:
     """Give each table the cheapest option that leaves its ranks below the limit, or else the one with the least load.
 
     Returns the load of the busiest rank, too; None if memory does not suffice. `short`: the reason to report if a table is cut
     for lack of room.
     """
-    ledger = Ledger(world_size, sum(options[0].load_of_all for options in choices))
-    placed: dict[int, Placed] = {}
+    totals = RankTotals(world_size, sum(options[0].load_of_all for options in choices))
+    placed: dict[int, PlacedOption] = {}
     for table in order:
         options = choices[table]
-        ledger.load -= options[0].load_of_all  # until now, all tables counted as if they had their cheapest option
-        best: tuple[int, Placed] | None = None
+        totals.load -= options[0].load_of_all  # until now, all tables counted as if they had their cheapest option
+        best: tuple[int, PlacedOption] | None = None
         why = ""
         for option in options:
-            found = ledger.find_room(option, cap)
+            found = totals.find_room(option, cap)
             if found is None:
                 why = why or short
             elif best is None or found[0] < best[0]:
-                best = found[0], Placed(option, found[1], why)
+                best = found[0], PlacedOption(option, found[1], why)
             if best is not None and best[0] <= limit:
                 break
             why = why or "too much work for one rank"
         if best is None:
             return None
         placed[table] = best[1]
-        ledger.add(best[1].option, best[1].ranks)
-    return int(ledger.load.max()), [placed[table] for table in range(len(choices))]
+        totals.add(best[1].option, best[1].ranks)
+    return int(totals.load.max()), [placed[table] for table in range(len(choices))]
 
 
-def _pack_tightly(choices: Sequence[Sequence[Option]], order: Sequence[int], world_size: int) -> list[Placed]:
+def _pack_tightly(choices: Sequence[Sequence[ShardingOption]], order: Sequence[int], world_size: int) -> list[PlacedOption]:
     """Cut every table into chunks as small as possible, and put them where the least memory is used."""
-    ledger = Ledger(world_size)
-    placed: dict[int, Placed] = {}
+    totals = RankTotals(world_size)
+    placed: dict[int, PlacedOption] = {}
     for table in order:
         option = min(choices[table], key=lambda option: int(option.memory.max()))
-        ranks = ledger.memory.argsort(stable=True)[: len(option.load)]
-        placed[table] = Placed(option, ranks, "memory is short")
-        ledger.add(option, ranks)
+        ranks = totals.memory.argsort(stable=True)[: len(option.load)]
+        placed[table] = PlacedOption(option, ranks, "memory is short")
+        totals.add(option, ranks)
     return [placed[table] for table in range(len(choices))]

@@ -1,4 +1,4 @@
-"""From every rank to every rank."""
+"""all_to_all_single, all_to_all and shift: every rank sends a part to every other rank, or its tensor to one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from unisono.collectives.checks import call_site, checks_enabled, describe, user
 from unisono.collectives.groups import Group, GroupRanks, is_fake_group, process_group, resolve_group, small_message_device
 from unisono.collectives.sizes import (
     all_gather_metadata,
-    dim_error,
-    even_sizes,
     from_rows,
     join_graph,
-    length_of,
     one_rank_sizes,
     raise_local_error,
     resolve_sizes,
     sizes_error,
+    split_sizes,
     to_rows,
 )
 
@@ -36,37 +34,35 @@ def all_to_all_single(
 ) -> Tensor:
     """Split `x` along `dim`, send part r to rank r, and concatenate what arrives, in rank order.
 
-    `send_sizes`: the length of each part; otherwise as even as it goes. `receive_sizes`: what arrives from each rank, if
-    known; otherwise the ranks ask each other in one small exchange.
+    `send_sizes`: the length of each part; otherwise as even as possible. `receive_sizes`: the length of what arrives from
+    each rank, if known; otherwise the ranks exchange it in one small message.
 
     Backward: all_to_all_single with the sizes swapped. All ranks must run it.
 
     Example, 2 ranks holding [1., 2.] and [3., 4.]:
         all_to_all_single(x)  ->  [1., 3.] on rank 0, [2., 4.] on rank 1
     """
-    name, ranks = "all_to_all_single", resolve_group(group)
-    problem = dim_error(x, dim) or sizes_error("send_sizes", send_sizes, ranks)
+    name = "all_to_all_single"
+    ranks = resolve_group(group)
+    send, problem = split_sizes("send_sizes", send_sizes, x, dim, ranks)
     problem = problem or sizes_error("receive_sizes", receive_sizes, ranks)
-    send = () if problem else even_sizes(length_of(x, dim), ranks.size) if send_sizes is None else tuple(send_sizes)
-    if not problem and send_sizes is not None and sum(send) != length_of(x, dim):
-        problem = f"send_sizes={send} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
     if not problem and receive_sizes is not None and receive_sizes[ranks.rank] != send[ranks.rank]:
         problem = f"send_sizes={send} and receive_sizes={tuple(receive_sizes)} differ for what stays on rank {ranks.rank}"
     if receive_sizes is not None and not checks_enabled():
         raise_local_error(name, problem, ranks)
         receive = tuple(receive_sizes)
     else:
-        x, asked = _ask(x, dim, send, problem, ranks)
-        receive = asked if receive_sizes is None else tuple(receive_sizes)
+        x, exchanged = _exchange_sizes(x, dim, send, problem, ranks)
+        receive = exchanged if receive_sizes is None else tuple(receive_sizes)
     plan = LinearMap("all_to_all", ranks, send, receive, call=name, site=call_site())
     return from_rows(apply(to_rows(x, dim), plan), dim)
 
 
 def all_to_all(xs: Sequence[Tensor], *, group: Group = None) -> list[Tensor]:
-    """Send `xs[r]` to rank r; returns what each rank sent here, in rank order. Shapes may all differ; the dtype may not.
+    """Send `xs[r]` to rank r; return what each rank sent here, in rank order. Shapes may differ; the dtype may not.
 
-    The shapes travel first, in two small exchanges; all_to_all_single with both sizes given needs none. Under
-    torch.compile the graph breaks here.
+    The shapes are exchanged first, in two small messages; all_to_all_single with both sizes given needs none.
+    torch.compile breaks the graph here.
 
     Backward: all_to_all. All ranks must run it.
 
@@ -83,10 +79,10 @@ def all_to_all(xs: Sequence[Tensor], *, group: Group = None) -> list[Tensor]:
 
 
 def shift(x: Tensor, offset: int = 1, *, sizes: Sequence[int] | None = None, group: Group = None) -> Tensor:
-    """Hand `x` to the rank `offset` further on in the ring: rank r gets what rank r - offset holds.
+    """Send `x` to rank + offset, counted in a ring: rank r gets what rank r - offset holds.
 
-    Ranks may differ along the first dimension. `sizes`: every rank's length along it *before* the shift, if known; in a
-    ring of many shifts, exchange them once and rotate them; otherwise they travel in one small exchange.
+    Ranks may differ along the first dimension. `sizes`: every rank's length along it *before* the shift, if known; otherwise
+    the ranks exchange them in one small message. For many shifts, exchange them once and rotate them.
 
     Backward: shift by -offset. All ranks must run it.
 
@@ -97,33 +93,37 @@ def shift(x: Tensor, offset: int = 1, *, sizes: Sequence[int] | None = None, gro
     if not isinstance(offset, int):
         raise TypeError(f"shift: offset={offset!r} must be an integer")
     x, lengths = resolve_sizes("shift", x, 0, sizes, ranks, same=f"offset={offset}")
-    target, source = (ranks.rank + offset) % ranks.size, (ranks.rank - offset) % ranks.size
-    send, receive = one_rank_sizes(target, lengths[ranks.rank], ranks), one_rank_sizes(source, lengths[source], ranks)
+    target = (ranks.rank + offset) % ranks.size
+    source = (ranks.rank - offset) % ranks.size
+    send = one_rank_sizes(target, lengths[ranks.rank], ranks)
+    receive = one_rank_sizes(source, lengths[source], ranks)
     plan = LinearMap("all_to_all", ranks, send, receive, call=f"shift(offset={offset})", site=call_site())
     moved = apply(to_rows(x, 0), plan)
     return moved.reshape(()) if x.ndim == 0 else moved
 
 
-_FEW = 12  # ranks whose sizes fit into the header of one exchange
+_FEW = 12  # up to so many ranks, all sizes fit into one small message
 
 
-def _ask(x: Tensor, dim: int, send: tuple[int, ...], problem: str, ranks: GroupRanks) -> tuple[Tensor, tuple[int, ...]]:
-    """`x` (part of the graph if that of any rank is), and what arrives from each rank."""
+def _exchange_sizes(
+    x: Tensor, dim: int, send: tuple[int, ...], problem: str, ranks: GroupRanks
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Return `x`, which now requires a gradient if that of any rank does, and the length of what arrives from each rank."""
     name = "all_to_all_single"
     if ranks.size <= _FEW:
         table = all_gather_metadata(name, x, dim, ranks, extra=send, problem=problem)
         receive = [row[2 + ranks.rank] for row in table]
-    else:  # gathering all sizes would grow with the square of the ranks: tell each rank only its own
+    else:  # gathering all sizes would grow with the square of the ranks: send each rank only its own
         table = all_gather_metadata(name, x, dim, ranks, problem=problem)
-        receive = _trade(list(send), name, ranks)
+        receive = _all_to_all_integers(list(send), name, ranks)
     if torch.compiler.is_compiling():
         for length in receive:
             torch._check(length >= 0)
     return join_graph(x, table), tuple(receive)
 
 
-def _trade(numbers: list[Any], name: str, ranks: GroupRanks) -> list[Any]:
-    """Entry r, an integer or a list of them, goes to rank r."""
+def _all_to_all_integers(numbers: list[Any], name: str, ranks: GroupRanks) -> list[Any]:
+    """Send entry r, an integer or a list of integers, to rank r; return what arrives from each rank."""
     device = torch.device("cpu")
     if ranks.size > 1 and not torch.compiler.is_compiling():
         pg = process_group(ranks)
@@ -132,13 +132,13 @@ def _trade(numbers: list[Any], name: str, ranks: GroupRanks) -> list[Any]:
         device = small_message_device(pg, None)
     each = (1,) * ranks.size
     plan = LinearMap("all_to_all", ranks, each, each, call=f"sizes of {name}", site=call_site())
-    traded: list[Any] = apply(torch.tensor(numbers, device=device), plan).tolist()
-    return traded
+    received: list[Any] = apply(torch.tensor(numbers, device=device), plan).tolist()
+    return received
 
 
 @disable_compile
 def _exchange_shapes(xs: Sequence[Tensor], ranks: GroupRanks) -> tuple[list[torch.Size], list[list[int]]]:
-    """The shapes of what each rank sends here, and the table of which rank needs a gradient."""
+    """Return the shapes of what each rank sends here, and the table that says which rank needs a gradient."""
     problem = ""
     if len(xs) != ranks.size or not all(isinstance(x, Tensor) for x in xs):
         problem = f"xs: expected {ranks.size} tensors, one for each rank, got {[describe(x) for x in xs]}"
@@ -157,5 +157,5 @@ def _exchange_shapes(xs: Sequence[Tensor], ranks: GroupRanks) -> tuple[list[torc
     )
     width = max(row[0] for row in table)
     rows = [[x.ndim, *x.shape, *(0,) * (width - x.ndim)] for x in xs]
-    received = _trade(rows, "all_to_all", ranks)
+    received = _all_to_all_integers(rows, "all_to_all", ranks)
     return [torch.Size(row[1 : 1 + row[0]]) for row in received], table

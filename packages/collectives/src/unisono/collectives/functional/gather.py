@@ -1,4 +1,4 @@
-"""All ranks' pieces as one tensor: everywhere, or on one rank."""
+"""all_gather and gather: concatenate the tensors of all ranks, on every rank or on one."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def all_gather(
 ) -> Tensor | Tree:
     """Concatenate `x` from every rank along `dim`, in rank order. Ranks may differ along `dim`, zero included.
 
-    `sizes`: every rank's length along `dim`, if known; otherwise the ranks ask each other in one small exchange, which on
-    GPUs without a CPU backend beside waits for the device. A scalar counts as one row. A dict, list, tuple or dataclass of
-    tensors is gathered leaf by leaf in one exchange.
+    `sizes`: every rank's length along `dim`, if known; otherwise the ranks exchange them in one small message, which waits
+    for the GPU unless the group also has a CPU backend. A scalar counts as one row. A dict, list, tuple or dataclass of
+    tensors is gathered leaf by leaf in one message.
 
     Backward: grad="sum" adds the gradients of all ranks (a reduce_scatter), the true adjoint: use it when each rank
     computes its own part of the loss. grad="slice" keeps this rank's slice without communication, as if the other ranks'
-    data were constants: use it when every rank computes the same loss and the gradients are then added. Beside DDP and FSDP,
+    data were constants: use it when every rank computes the same loss and the gradients are then added. With DDP and FSDP,
     which average, keep "sum" (packages/README.md). All ranks must run the backward.
 
     Example, 2 ranks holding [1.] and [2., 3.]:
@@ -44,10 +44,10 @@ def all_gather(
     """
     validate_choice("all_gather", "grad", grad, ("sum", "slice"))
     ranks = resolve_group(group)
-    if not isinstance(x, Tensor):
-        return all_gather_tree(x, dim, sizes, "all_gather_own" if grad == "slice" else "all_gather", ranks)
-    x, lengths = resolve_sizes("all_gather", x, dim, sizes, ranks, same=f"grad={grad!r}")
     kind = "all_gather_own" if grad == "slice" else "all_gather"
+    if not isinstance(x, Tensor):
+        return all_gather_tree(x, dim, sizes, kind, ranks)
+    x, lengths = resolve_sizes("all_gather", x, dim, sizes, ranks, same=f"grad={grad!r}")
     own = (lengths[ranks.rank],)
     plan = LinearMap(kind, ranks, send=own, receive=lengths, call=f"all_gather(grad={grad!r})", site=call_site())
     return from_rows(apply(to_rows(x, dim), plan), dim)

@@ -1,4 +1,4 @@
-"""Sums, means, extremes and products over ranks."""
+"""all_reduce, reduce, reduce_scatter, global_mean and average_gradient: sums, means, extremes and products over ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from unisono.collectives.functional.gather import gather
 from unisono.collectives.groups import Group, GroupRanks, resolve_group
 from unisono.collectives.sizes import (
     all_gather_metadata,
-    dim_error,
     even_sizes,
     from_rows,
     join_graph,
-    length_of,
     raise_local_error,
-    sizes_error,
+    split_sizes,
     to_rows,
 )
 
@@ -37,7 +35,7 @@ def all_reduce(x: Tensor, op: ReduceOp = "sum", *, grad: ReduceGrad = "sum", gro
     of `op` as torch has it for one tensor: ties of max and min share, zeros in a product are exact. grad="identity" (for
     op="sum") hands each rank its own gradient without communication, as if the other ranks' data were constants: for
     tensor parallelism, where every rank computes the same loss and gradients are not averaged. All ranks must run the
-    backward. Shape, dtype and op are not compared unless in checked().
+    backward. Only checked() compares shape, dtype and op.
 
     Example, 2 ranks holding [1.] and [2.]:
         all_reduce(x)  ->  [3.] on both;  all_reduce(x, "max")  ->  [2.] on both
@@ -52,8 +50,8 @@ def all_reduce(x: Tensor, op: ReduceOp = "sum", *, grad: ReduceGrad = "sum", gro
     if op in ("sum", "avg"):
         plan = LinearMap("all_reduce_own" if grad == "identity" else "all_reduce", ranks, call=call, site=call_site())
         return _averaged(rows, op, ranks, lambda rows: apply(rows, plan)).reshape(x.shape)
-    # Each rank reduces its share of the elements and all gather the shares: the traffic of an all_reduce, and torch's
-    # own derivative of `op`, to any order.
+    # Each rank reduces its share of the elements, then all ranks gather the shares. That sends as much as an all_reduce,
+    # and gives torch's own derivative of `op`, to any order.
     shares = even_sizes(x.numel(), ranks.size)
     own = _reduce_rows(rows.reshape(-1), shares, op, ranks, call)
     plan = LinearMap("all_gather", ranks, send=(shares[ranks.rank],), receive=shares, call=call, site=call_site())
@@ -80,7 +78,9 @@ def reduce(x: Tensor, op: ReduceOp = "sum", *, root: int = 0, group: Group = Non
     shares = even_sizes(x.numel(), ranks.size)
     result = gather(_reduce_rows(rows.reshape(-1), shares, op, ranks, call), root=root, sizes=shares, group=group)
     if ranks.rank != root:
-        result = x.new_zeros(x.shape) + result.sum(dtype=x.dtype)  # the sum of nothing: zeros that keep the graph
+        result = x.new_zeros(x.shape) + result.sum(
+            dtype=x.dtype
+        )  # adds the sum of an empty tensor: zeros that are in the graph
     return result.reshape(x.shape)
 
 
@@ -89,21 +89,19 @@ def reduce_scatter(
 ) -> Tensor:
     """Reduce `x` elementwise over the ranks, split the result along `dim`, and give every rank its part.
 
-    `sizes`: the length of each rank's part, which may be uneven; otherwise as even as it goes, and one small exchange makes
-    sure that all ranks pass the same shape and dtype.
+    `sizes`: the length of each rank's part, which may be uneven; otherwise as even as possible, and one small message
+    makes sure that all ranks pass the same shape and dtype.
 
     Backward: all_gather, then the derivative of `op`, as in all_reduce. All ranks must run it.
 
     Example, 2 ranks holding [1., 2.] and [3., 4.]:
         reduce_scatter(x)  ->  [4.] on rank 0, [6.] on rank 1
     """
-    name, ranks = "reduce_scatter", resolve_group(group)
+    name = "reduce_scatter"
+    ranks = resolve_group(group)
     validate_op(name, op, x)
-    problem = dim_error(x, dim) or ("x: a scalar cannot be split" if x.ndim == 0 else "")
-    problem = problem or sizes_error("sizes", sizes, ranks)
-    shares = () if problem else even_sizes(length_of(x, dim), ranks.size) if sizes is None else tuple(sizes)
-    if not problem and sizes is not None and sum(shares) != length_of(x, dim):
-        problem = f"sizes={shares} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
+    shares, problem = split_sizes("sizes", sizes, x, dim, ranks)
+    problem = problem or ("x: a scalar cannot be split" if x.ndim == 0 else "")
     if sizes is None or checks_enabled():
         table = all_gather_metadata(name, x, dim, ranks, same=f"op={op!r}", ragged=False, problem=problem)
         x = join_graph(x, table)
@@ -112,13 +110,14 @@ def reduce_scatter(
 
 
 def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradReduce = "mean", group: Group = None) -> Tensor:
-    """The mean of `x` over the whole global batch, the same on every rank, however unevenly the batch is split.
+    """Return the mean of `x` over the whole global batch, the same on every rank, however unevenly the batch is split.
 
-    `x` has one or more values for each local sample, samples first; `weights` is of the same shape, or one for each sample.
-    With them, sum(weights * x) / sum(weights) over all ranks. A batch that is empty everywhere gives NaN, as torch's does.
+    `x` has one or more values for each local sample, samples first. `weights` has the same shape, or one value for each
+    sample; with them the result is sum(weights * x) / sum(weights) over all ranks. A batch that is empty on all ranks gives
+    NaN, as torch's mean does.
 
-    Backward: call it on the result on every rank. With grad_reduce="mean" the gradients are right once they are averaged
-    over the ranks, as DDP and FSDP do; with "sum", once they are added.
+    Backward: call it on the result on every rank. With grad_reduce="mean" the gradients are right after they are averaged
+    over the ranks, as DDP and FSDP do; with "sum", after they are added.
 
     Example, 2 ranks holding [1.] and [2., 6.]:
         global_mean(x)  ->  3. on both (the mean of the local means would be 2.5)
@@ -129,33 +128,35 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
         raise TypeError(f"global_mean: x must be floating point or complex, got {x.dtype}")
     wide = torch.complex128 if x.is_complex() else torch.float64
     if weights is None:
-        total, count = x.sum(dtype=wide), x.new_full((), x.numel(), dtype=wide)
+        total = x.sum(dtype=wide)
+        count = x.new_full((), x.numel(), dtype=wide)
     else:
         if weights.shape not in (x.shape, x.shape[:1]):
             raise ValueError(
                 f"global_mean: weights of shape {tuple(weights.shape)} fit neither x of shape {tuple(x.shape)} nor its samples"
             )
         weights = weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim)).expand_as(x)
-        total, count = (x.to(wide) * weights).sum(), weights.sum(dtype=wide)
+        total = (x.to(wide) * weights).sum()
+        count = weights.sum(dtype=wide)
     both = all_reduce(torch.stack([total, count]), group=group)
     return scale_loss_gradient((both[0] / both[1]).to(x.dtype), grad_reduce, group)
 
 
 def scale_loss_gradient(loss: Tensor, grad_reduce: GradReduce, group: Group) -> Tensor:
-    """A loss that every rank has computed alike from what the ranks exchanged, with the gradient that is right after
-    `grad_reduce`.
+    """Return `loss`, which all ranks have computed alike from exchanged values, with the right gradient for `grad_reduce`.
 
-    The true adjoints count each gradient once for every rank: what averaging undoes. Where gradients will be added, it
-    must count as one part of many. (Not by all_reduce(grad="identity"): its second derivatives leave the other ranks out.)
+    The true adjoints count each gradient once for every rank; averaging undoes that. Where gradients will be added, the
+    gradient is divided by the number of ranks. (all_reduce(grad="identity") would leave the other ranks out of the second
+    derivatives.)
     """
     return loss if grad_reduce == "mean" else _divide_gradient(loss, resolve_group(group).size)
 
 
 def average_gradient(x: Tensor, *, group: Group = None) -> Tensor:
-    """`x` itself, whose gradient will be the average of all ranks' gradients: what DDP does to a parameter, for one tensor.
+    """Return `x`, whose gradient will be the average of all ranks' gradients: what DDP does to a parameter, for one tensor.
 
-    For what is the same on every rank and not inside DDP or FSDP, a learned temperature for instance. Where it is inside,
-    averaging once more changes nothing.
+    Use it for a tensor that is the same on every rank and not inside DDP or FSDP, for example a learned temperature. For
+    one inside, averaging once more changes nothing.
 
     Backward: all_reduce, divided by the number of ranks. All ranks must run it.
 
@@ -176,7 +177,7 @@ def _divide_gradient(x: Tensor, number: int) -> Tensor:
         return x
     share = x / number
     divided = x.detach() + (share - share.detach())  # the value of x to the bit
-    return torch.where(x.isfinite(), divided, x)  # but for infinities, which have no difference
+    return torch.where(x.isfinite(), divided, x)  # infinities have no difference
 
 
 def validate_op(function: str, op: str, x: Tensor) -> None:
@@ -192,7 +193,7 @@ def validate_op(function: str, op: str, x: Tensor) -> None:
 
 
 def _averaged(rows: Tensor, op: str, ranks: GroupRanks, add_up: Callable[[Tensor], Tensor]) -> Tensor:
-    """The sum, or for op="avg" the mean. 16-bit floats then travel as float32, for their sum may overflow."""
+    """Return the sum, or for op="avg" the mean. For "avg", 16-bit floats are sent as float32: their sum may overflow."""
     if op == "avg" and rows.dtype in (torch.float16, torch.bfloat16):
         return (add_up(rows.float()) / ranks.size).to(rows.dtype)
     total = add_up(rows)
@@ -200,7 +201,7 @@ def _averaged(rows: Tensor, op: str, ranks: GroupRanks, add_up: Callable[[Tensor
 
 
 def _reduce_rows(rows: Tensor, shares: tuple[int, ...], op: str, ranks: GroupRanks, call: str) -> Tensor:
-    """This rank's share of the rows, reduced over the ranks."""
+    """Return this rank's share of the rows, reduced over the ranks."""
     own = shares[ranks.rank]
     if op in ("sum", "avg"):
         plan = LinearMap("reduce_scatter", ranks, send=shares, receive=(own,), call=call, site=call_site())

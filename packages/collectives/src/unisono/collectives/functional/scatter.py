@@ -1,4 +1,4 @@
-"""What one rank holds, to all ranks: the same for all, or to each its part."""
+"""broadcast and scatter: send the tensor of one rank to all ranks, whole or in parts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from unisono.collectives.checks import (
     validate_tensor,
 )
 from unisono.collectives.groups import Group, GroupRanks, resolve_group
-from unisono.collectives.sizes import dim_error, even_sizes, from_rows, join_graph, one_rank_sizes, sizes_error, to_rows
+from unisono.collectives.sizes import dim_error, from_rows, join_graph, one_rank_sizes, split_sizes, to_rows
 
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)  # the same on every rank
 
 
 def broadcast(x: Tensor, *, root: int = 0, group: Group = None) -> Tensor:
-    """`x` of rank `root` of the group, on every rank. All ranks pass a tensor of the same shape and dtype,
-    which is not compared unless in checked().
+    """Return `x` of rank `root` of the group, on every rank.
 
-    Backward: the gradients of all ranks are added on `root`; the others' own `x` has no influence, so its gradient is
-    zero. All ranks must run it.
+    All ranks pass a tensor of the same shape and dtype; only checked() compares them.
+
+    Backward: the gradients of all ranks are added on `root`; the `x` of the other ranks has no influence, so its gradient
+    is zero. All ranks must run it.
 
     Example, 2 ranks holding [1.] and [2.]:
         broadcast(x)  ->  [1.] on both
@@ -39,15 +40,15 @@ def broadcast(x: Tensor, *, root: int = 0, group: Group = None) -> Tensor:
     return apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
 
 
-@disable_compile  # the receivers learn shape and dtype only at run time
+@disable_compile  # the receivers know shape and dtype only at run time
 def scatter(
     x: Tensor | None, dim: int = 0, *, root: int = 0, sizes: Sequence[int] | None = None, group: Group = None
 ) -> Tensor:
-    """Split `x` of rank `root` of the group along `dim` and give every rank its part. `x` is None on the other ranks, or a
-    tensor of length zero along `dim`, which is a handle for second derivatives there.
+    """Split `x` of rank `root` of the group along `dim` and give every rank its part.
 
-    `sizes`: the length of each part, given on `root`; otherwise as even as it goes. The receivers learn sizes, shape and
-    dtype in one small exchange. Under torch.compile the graph breaks here.
+    On the other ranks `x` is None, or a tensor of length zero along `dim`, through which second derivatives can be taken.
+    `sizes`: the length of each part, given on `root`; otherwise as even as possible. The receivers get sizes, shape and
+    dtype in one small message. torch.compile breaks the graph here.
 
     Backward: gather to `root`. All ranks must run it.
 
@@ -56,24 +57,27 @@ def scatter(
     """
     ranks = resolve_group(group)
     root = validate_rank("scatter", "root", root, ranks)
-    facts = _tell(x, dim, root, sizes, ranks)
-    dtype, on_cpu, ndim = _DTYPES[facts[0]], bool(facts[2]), facts[3]
-    shape, lengths = facts[4 : 4 + ndim], tuple(facts[4 + ndim :])
+    metadata = _broadcast_metadata(x, dim, root, sizes, ranks)
+    dtype = _DTYPES[metadata[0]]
+    on_cpu = bool(metadata[2])
+    ndim = metadata[3]
+    shape = metadata[4 : 4 + ndim]
+    lengths = tuple(metadata[4 + ndim :])
     if ranks.rank != root:
         shape[dim] = 0
         device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
         x = torch.empty(shape, dtype=dtype, device=device) if x is None else x.to(dtype).reshape(shape)
-    assert x is not None  # _tell has seen to it
-    x = join_graph(x, [facts])
+    assert x is not None  # validated by _broadcast_metadata
+    x = join_graph(x, [metadata])
     send = lengths if ranks.rank == root else (0,) * ranks.size
     receive = one_rank_sizes(root, lengths[ranks.rank], ranks)
     plan = LinearMap("all_to_all", ranks, send, receive, call=f"scatter(root={root})", site=call_site())
     return from_rows(apply(to_rows(x, dim), plan), dim)
 
 
-def _tell(x: Tensor | None, dim: int, root: int, sizes: Sequence[int] | None, ranks: GroupRanks) -> list[int]:
-    """What the root has, on every rank: dtype, whether it needs a gradient, whether it is on the CPU, ndim, shape, sizes."""
-    facts: list[int] = []
+def _broadcast_metadata(x: Tensor | None, dim: int, root: int, sizes: Sequence[int] | None, ranks: GroupRanks) -> list[int]:
+    """Return, on every rank, of the root's `x`: dtype, whether it needs a gradient and is on the CPU, ndim, shape, sizes."""
+    metadata: list[int] = []
     if ranks.rank != root:
         empty = x is None or (not dim_error(x, dim) and x.ndim > 0 and x.shape[dim] == 0)
         problem = (
@@ -82,18 +86,14 @@ def _tell(x: Tensor | None, dim: int, root: int, sizes: Sequence[int] | None, ra
     elif not isinstance(x, Tensor) or x.ndim == 0:
         problem = f"x: expected a Tensor of at least one dimension on root={root}, got {describe(x)}"
     else:
-        problem = dim_error(x, dim) or sizes_error("sizes", sizes, ranks)
-        if not problem:
-            lengths = even_sizes(x.shape[dim], ranks.size) if sizes is None else sizes
-            needs_grad = x.requires_grad and torch.is_grad_enabled()
-            facts = [_DTYPES.index(x.dtype), needs_grad, x.device.type == "cpu", x.ndim, *x.shape, *lengths]
-            if sum(lengths) != x.shape[dim]:
-                problem = f"sizes={tuple(lengths)} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
+        lengths, problem = split_sizes("sizes", sizes, x, dim, ranks)
+        needs_grad = x.requires_grad and torch.is_grad_enabled()
+        metadata = [_DTYPES.index(x.dtype), needs_grad, x.device.type == "cpu", x.ndim, *x.shape, *lengths]
     return validate_across_ranks(
         "scatter",
         ranks,
         same=("scatter", dim, root),
-        numbers=facts,
+        numbers=metadata,
         words=lambda: f"scatter({describe(x)}, dim={dim}, root={root}) at {user_frame()}",
         device=getattr(x, "device", None),
         rule="All ranks must make the same call.",

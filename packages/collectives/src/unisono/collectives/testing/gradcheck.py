@@ -1,4 +1,4 @@
-"""gradcheck for distributed functions: finite differences of the sum over ranks, in step on all of them."""
+"""gradcheck and gradgradcheck for distributed functions: finite differences of the sum over ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from unisono.collectives.groups import Group, process_group, resolve_group
 def gradcheck(
     fn: Callable[..., Any], *inputs: Tensor, group: Group = None, eps: float = 1e-6, atol: float = 1e-7, rtol: float = 1e-6
 ) -> None:
-    """Check the backward of `fn` against central differences of the sum over ranks of a random projection of its results.
+    """Compare the backward of `fn` with central differences of the sum over ranks of a random projection of its results.
 
-    Call it on all ranks with each rank's own float64 inputs. Every rank raises if any of them is off: then its message
-    says where. The sizes may differ from rank to rank.
+    Call it on all ranks, with each rank's own float64 inputs; ranks may have different sizes. If a gradient is wrong on any
+    rank, every rank raises an AssertionError that says where.
     """
     weights: list[Tensor] = []
 
@@ -32,13 +32,13 @@ def gradcheck(
 
     ranks = resolve_group(group)
     pg = process_group(ranks)
-    wanted = [x for x in inputs if x.requires_grad]
-    if not wanted or any(x.dtype != torch.float64 for x in wanted):
+    differentiable = [x for x in inputs if x.requires_grad]
+    if not differentiable or any(x.dtype != torch.float64 for x in differentiable):
         raise ValueError(
             f"gradcheck: inputs must be float64, and some must require a gradient; got {[x.dtype for x in inputs]}"
         )
-    analytic = torch.autograd.grad(local_total(), wanted, allow_unused=True)
-    counts = all_gather(torch.tensor(sum(x.numel() for x in wanted)), group=group).tolist()
+    analytic = torch.autograd.grad(local_total(), differentiable, allow_unused=True)
+    counts = all_gather(torch.tensor(sum(x.numel() for x in differentiable)), group=group).tolist()
 
     def global_total() -> float:
         with torch.no_grad():
@@ -46,27 +46,27 @@ def gradcheck(
         dist.all_reduce(total, group=pg)
         return float(total)
 
-    numeric = [torch.zeros_like(x) for x in wanted]
-    elements = [(place, i) for place, x in enumerate(wanted) for i in range(x.numel())]
+    numeric = [torch.zeros_like(x) for x in differentiable]
+    elements = [(place, i) for place, x in enumerate(differentiable) for i in range(x.numel())]
     for rank, count in enumerate(counts):
-        for number in range(count):  # while one rank moves one element, all others just take part
+        for number in range(count):  # one rank changes one element, and all ranks evaluate `fn`
             ends = []
             for step in (eps, -eps):
                 if rank == ranks.rank:
                     place, i = elements[number]
-                    _nudge(wanted[place], i, step)
+                    _nudge(differentiable[place], i, step)
                 ends.append(global_total())
                 if rank == ranks.rank:
-                    _nudge(wanted[place], i, -step)
+                    _nudge(differentiable[place], i, -step)
             if rank == ranks.rank:
                 numeric[place].view(-1)[i] = (ends[0] - ends[1]) / (2 * eps)
-    _raise_together(analytic, numeric, atol, rtol, group)
+    _raise_on_all_ranks(analytic, numeric, atol, rtol, group)
 
 
 def gradgradcheck(
     fn: Callable[..., Any], *inputs: Tensor, group: Group = None, eps: float = 1e-6, atol: float = 1e-7, rtol: float = 1e-6
 ) -> None:
-    """gradcheck of the gradient itself, as a function of the inputs and of the incoming gradients."""
+    """gradcheck the gradient itself, as a function of the inputs and of the incoming gradients."""
     outputs = [y for y in _tensors(fn(*inputs)) if y.requires_grad]
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     incoming = [torch.rand(y.shape, generator=generator, dtype=y.dtype).requires_grad_() for y in outputs]
@@ -89,7 +89,7 @@ def _nudge(x: Tensor, index: int, step: float) -> None:
         x.view(-1)[index] += step
 
 
-def _raise_together(
+def _raise_on_all_ranks(
     analytic: Sequence[Tensor | None], numeric: Sequence[Tensor], atol: float, rtol: float, group: Group
 ) -> None:
     problems = []
@@ -104,6 +104,6 @@ def _raise_together(
                 f"analytic {a:.6g}, numerical {n:.6g}{ratio}"
             )
     text = torch.frombuffer(bytearray("".join(problems).encode() or b" "), dtype=torch.uint8)
-    everyones = bytes(all_gather(text, group=group).tolist()).decode().rstrip()
-    if everyones.strip():
-        raise AssertionError(f"the gradient is not that of the sum over ranks:{everyones}")
+    text_of_all_ranks = bytes(all_gather(text, group=group).tolist()).decode().rstrip()
+    if text_of_all_ranks.strip():
+        raise AssertionError(f"the gradient is not that of the sum over ranks:{text_of_all_ranks}")

@@ -1,4 +1,7 @@
-"""What one rank's process does: join the group, then run what it is sent until it is sent nothing."""
+"""A pool of real ranks that stays alive between calls, cannot hang and cannot lose an error.
+
+A rank is a process in a gloo group. It runs the functions that it is sent until it is sent an empty message.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -20,60 +24,18 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+_SEVERITY = ("died", "raised", "hung", "returned")  # the most likely cause of a failure comes first
+_GRACE = 2.0  # seconds that the other ranks have to report, once one has failed
+_HASH_SEEDS = ("1", "2")  # PYTHONHASHSEED of even and odd ranks
+_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
-
-def stacks_file(folder: Path, rank: int) -> Path:
-    return folder / f"stacks-{rank}"
-
-
-def serve(connection: Connection, rank: int, world_size: int, folder: Path, group_timeout: float) -> None:
-    """Answer each pickled (fn, args) with ("returned", value) or ("raised", traceback)."""
-    with open(stacks_file(folder, rank), "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)  # so that the parent can ask where we hang
-        torch.set_num_threads(1)
-        if sys.platform in LOOPBACK:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK[sys.platform])
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder / 'rendezvous'}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=group_timeout),
-        )
-        while (request := _receive(connection)) is not None:
-            connection.send_bytes(pickle.dumps(_answer(request)))
-        dist.destroy_process_group()
-
-
-def _receive(connection: Connection) -> bytes | None:
-    try:
-        return connection.recv_bytes() or None
-    except EOFError:  # the parent is gone
-        return None
-
-
-def _answer(request: bytes) -> tuple[str, Any]:
-    torch.manual_seed(0)  # a test must not depend on those before it
-    try:
-        try:
-            fn, args = pickle.loads(request)
-        except ImportError as error:  # pytest's importlib mode, for one, gives modules names that nobody can import
-            raise ImportError(f"a rank cannot import the function to run ({error}): it must be importable by name") from error
-        value = fn(*args)
-        pickle.dumps(value)
-        return "returned", value
-    except BaseException:  # SystemExit and KeyboardInterrupt must reach the parent too
-        return "raised", traceback.format_exc()
-
-
-_SEVERITY = ("died", "raised", "hung", "returned")  # what is most likely the cause comes first
-_GRACE = 2.0  # seconds the other ranks have to report, once one has failed
+_fork_servers: list[Any] = []  # one for each hash seed
+_starting = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -93,24 +55,25 @@ class RanksFailed(AssertionError):  # noqa: N818  (it reads as what it says)
         by_text: dict[tuple[str, str], list[int]] = {}  # the same traceback on several ranks is shown once
         for report in sorted(reports, key=lambda report: _SEVERITY.index(report.state)):
             by_text.setdefault((report.state, report.detail), []).append(report.rank)
-        told = [
+        sections = [
             f"--- rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {state}{': ' * bool(detail)}{detail.rstrip()}"
             for (state, detail), ranks in by_text.items()
         ]
         first = next(iter(by_text))
         cause = first[1].rstrip().rpartition("\n")[2] if first[0] != "hung" else "no answer"
-        super().__init__("\n".join([f"{name}: rank {by_text[first][0]} of {len(reports)} {first[0]}: {cause}", *told]))
+        super().__init__("\n".join([f"{name}: rank {by_text[first][0]} of {len(reports)} {first[0]}: {cause}", *sections]))
 
 
 class RankPool:
-    """`world_size` processes with a gloo group among them. A context manager; most tests use `run_ranks` instead."""
+    """`world_size` processes that form a gloo group. A context manager; most tests use `run_ranks` instead.
+
+    Even and odd ranks have different hash seeds and different memory layouts, as ranks of a real run have. So a program
+    whose ranks differ by the order of a set fails in the test.
+    """
 
     def __init__(self, world_size: int, *, group_timeout: float = 30.0) -> None:
-        # Ranks are forked from a server that has imported torch already: milliseconds instead of seconds each.
         methods = multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-        if "forkserver" in methods:
-            context.set_forkserver_preload(["unisono.collectives.testing.pool"])
         self.usable = True
         self.folder = Path(tempfile.mkdtemp(prefix="unisono-ranks-"))
         self.connections: list[Connection] = []
@@ -118,18 +81,18 @@ class RankPool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=serve, args=(theirs, rank, world_size, self.folder, group_timeout), name=f"rank-{rank}"
+                target=_serve, args=(theirs, rank, world_size, self.folder, group_timeout), name=f"rank-{rank}"
             )
-            process.start()
+            _start(process, rank)
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        """`fn(*args)` on every rank; the results in rank order, or RanksFailed. `fn` is a top-level function."""
+        """Return what `fn(*args)` returned on each rank, in rank order, or raise RanksFailed. `fn` is a top-level function."""
         __tracebackhide__ = True  # pytest: show the ranks' tracebacks, not ours
         results = self._call(fn, args, timeout)
-        self._call(dist.barrier, (), timeout)  # a test that leaves the ranks out of step fails here, not the next one
+        self._call(dist.barrier, (), timeout)  # a test that leaves the ranks out of step fails itself, not the next one
         return results
 
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
@@ -162,7 +125,7 @@ class RankPool:
             ready = wait(events, remaining)
             for rank in open_ranks:
                 if self.connections[rank] in ready or self.processes[rank].sentinel in ready:
-                    reports[rank], results[rank] = self._hear(rank)
+                    reports[rank], results[rank] = self._read_report(rank)
                     if reports[rank].state != "returned":
                         deadline = min(deadline, time.monotonic() + _GRACE)
         for rank in range(len(self.processes)):
@@ -170,7 +133,7 @@ class RankPool:
                 reports[rank] = RankReport(rank, "hung", self._stacks(rank))
         return [reports[rank] for rank in sorted(reports)], results
 
-    def _hear(self, rank: int) -> tuple[RankReport, Any]:
+    def _read_report(self, rank: int) -> tuple[RankReport, Any]:
         with suppress(EOFError, OSError):
             if self.connections[rank].poll():
                 state, value = pickle.loads(self.connections[rank].recv_bytes())
@@ -181,8 +144,9 @@ class RankPool:
         return RankReport(rank, "died", reason), None
 
     def _stacks(self, rank: int) -> str:
-        """Where a silent rank is: its threads' stacks, by signal, which works even inside a blocked C++ call."""
-        process, path = self.processes[rank], stacks_file(self.folder, rank)
+        """Return the stacks of a silent rank's threads. A signal prints them, even inside a blocked C++ call."""
+        process = self.processes[rank]
+        path = _stacks_file(self.folder, rank)
         if not hasattr(signal, "SIGUSR1") or process.pid is None or not path.exists():
             return ""
         os.kill(process.pid, signal.SIGUSR1)
@@ -190,6 +154,7 @@ class RankPool:
         return "\n" + path.read_text()
 
     def close(self) -> None:
+        """End the processes."""
         patience = 1.0 if self.usable else 0.0  # after a failure, ranks may wait for each other for ever
         self.usable = False
         for connection in self.connections:
@@ -218,10 +183,12 @@ _pools: dict[int, RankPool] = {}
 def run_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0) -> list[Any]:
     """Run `fn(*args)` on `world_size` real ranks and return what each returned, in rank order.
 
-    `fn` is a top-level function (it is pickled by name) in which torch.distributed is initialised with gloo. Raises
-    RanksFailed with every rank's traceback, signal or stack if any rank raises, exits, crashes, or is not done after
-    `timeout` seconds. The processes are kept for the next call with the same world size, unless they failed; so what a
-    function changes globally (default dtype, environment) stays for the next one. The seed is set anew for each.
+    `fn` is a top-level function (it is pickled by name). torch.distributed is initialised with gloo when it runs. The
+    processes stay alive for the next call with the same world size, unless one of them failed. So what a function changes
+    globally (default dtype, environment) stays changed for the next one; only the random seed is set again.
+
+    Raises RanksFailed, with every rank's traceback, signal or stack, if any rank raises, exits, crashes, or has not returned
+    after `timeout` seconds.
 
     Example (in a file of its own, since ranks import it):
         def adds_up():
@@ -244,6 +211,79 @@ def run_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: 
 
 @atexit.register
 def close_pools() -> None:
-    """End all processes that run_ranks keeps. Happens by itself at exit."""
+    """End all processes that run_ranks has started. This happens by itself at exit."""
     while _pools:
         _pools.popitem()[1].close()
+
+
+def _start(process: Any, rank: int) -> None:
+    """Start the process of a rank, with the hash seed of that rank.
+
+    Ranks are forked from servers that have imported torch: that takes milliseconds, not seconds. The hash seed is fixed when
+    an interpreter starts, so there is one server for each seed. Modules that multiprocessing.set_forkserver_preload names
+    are imported there, too.
+    """
+    place = rank % len(_HASH_SEEDS)
+    if process._start_method != "forkserver":
+        with mock.patch.dict(os.environ, PYTHONHASHSEED=_HASH_SEEDS[place]):
+            process.start()
+        return
+    from multiprocessing import forkserver  # not on every platform
+
+    with _starting:
+        if not _fork_servers:
+            preload = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+            for _ in _HASH_SEEDS:
+                server = forkserver.ForkServer()
+                server.set_forkserver_preload([__name__, *(name for name in preload if name not in ("__main__", __name__))])
+                _fork_servers.append(server)
+        for seed, server in zip(_HASH_SEEDS, _fork_servers, strict=True):  # together, so that they import at the same time
+            with mock.patch.dict(os.environ, PYTHONHASHSEED=seed):
+                server.ensure_running()
+        with mock.patch.object(forkserver, "connect_to_new_process", _fork_servers[place].connect_to_new_process):
+            process.start()
+
+
+def _stacks_file(folder: Path, rank: int) -> Path:
+    return folder / f"stacks-{rank}"
+
+
+def _serve(connection: Connection, rank: int, world_size: int, folder: Path, group_timeout: float) -> None:
+    """Be one rank: join the group, and answer each pickled (fn, args) with ("returned", value) or ("raised", traceback)."""
+    with open(_stacks_file(folder, rank), "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)  # so that the parent can see where this rank hangs
+        torch.set_num_threads(1)
+        if sys.platform in _LOOPBACK:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder / 'rendezvous'}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=group_timeout),
+        )
+        while (request := _receive(connection)) is not None:
+            connection.send_bytes(pickle.dumps(_answer(request)))
+        dist.destroy_process_group()
+
+
+def _receive(connection: Connection) -> bytes | None:
+    try:
+        return connection.recv_bytes() or None
+    except EOFError:  # the parent is gone
+        return None
+
+
+def _answer(request: bytes) -> tuple[str, Any]:
+    torch.manual_seed(0)  # a test must not depend on the tests before it
+    try:
+        try:
+            fn, args = pickle.loads(request)
+        except ImportError as error:  # for example, pytest's importlib mode gives modules names that cannot be imported
+            raise ImportError(f"a rank cannot import the function to run ({error}): it must be importable by name") from error
+        value = fn(*args)
+        pickle.dumps(value)
+        return "returned", value
+    except BaseException:  # SystemExit and KeyboardInterrupt must reach the parent too
+        return "raised", traceback.format_exc()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from unisono.collectives import Group
@@ -19,8 +21,8 @@ from unisono.collectives.groups import GroupRanks, process_group, resolve_group
 from unisono.embedding.lookup.input_dist import IncomingRequest, input_dist
 from unisono.embedding.lookup.lookup import lookup
 from unisono.embedding.lookup.output_dist import Pooling, output_dist, plan_pooling
-from unisono.embedding.lookup.storage import Options, ShardStorage
-from unisono.embedding.optimizers import Rule
+from unisono.embedding.lookup.storage import LookupOptions, ShardStorage
+from unisono.embedding.optimizers import FusedOptimizer, Rule
 from unisono.embedding.ragged import Ragged
 from unisono.embedding.sharding.layouts import Layout
 from unisono.embedding.table import Table
@@ -37,7 +39,7 @@ class LookupEngine:
     """Looks up features in the tables of a ShardStorage. All modules of this package have one."""
 
     def __init__(
-        self, tables: Sequence[Table], layouts: Sequence[Layout], options: Options, rule: Rule | None, group: Group
+        self, tables: Sequence[Table], layouts: Sequence[Layout], options: LookupOptions, rule: Rule | None, group: Group
     ) -> None:
         self.storage = ShardStorage(tables, layouts, options, rule, group)
 
@@ -49,13 +51,42 @@ class LookupEngine:
     def start(self, inputs: Mapping[str, Ragged], ranks: GroupRanks, error: str = "") -> DistributedInput:
         """Do all that does not need the last values of the tables. `ranks`: those of the storage, perhaps by another group."""
         outgoing, incoming = input_dist(self.storage, inputs, ranks, error)
-        modes = [table.mode for table in self.storage.tables]
-        return DistributedInput(incoming, [plan_pooling(request, modes) for request in outgoing])
+        return DistributedInput(incoming, [plan_pooling(request) for request in outgoing])
 
     @disable_compile
     def finish(self, inputs: DistributedInput) -> dict[str, Tensor]:
         rows = lookup(self.storage, inputs.incoming)
         return output_dist(self.storage, rows, inputs.incoming, inputs.poolings)
+
+
+class EngineModule(nn.Module):
+    """A module that looks up by an engine."""
+
+    engine: LookupEngine
+
+    @property
+    def optimizer(self) -> FusedOptimizer | None:
+        """The handle of a fused optimizer: give it to torch.optim.lr_scheduler."""
+        return self.engine.storage.optimizer
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw first weights, the same for every plan and number of ranks. All ranks call."""
+        self.engine.storage.reset(seed)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.engine.storage.convert(fn)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the storage, and let the parameters be views of the copy."""
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        made.engine.storage.attach(made.engine.storage.modules)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
 
 
 class Prefetcher:
@@ -93,16 +124,13 @@ class Prefetcher:
         if self.started is None:
             return None
         started_features, future = self.started
-        storage = self.engine.storage
+        function, device = f"{self.engine.storage.options.function}.prefetch", self.engine.storage.options.device
+        same = "forward after prefetch"
+        numbers = [int(_same_tensors(started_features, features))]
+        rule = "All ranks must prefetch, or none."
         try:
             table = validate_across_ranks(
-                f"{storage.options.function}.prefetch",
-                storage.ranks,
-                same="forward after prefetch",
-                numbers=(int(_same_tensors(started_features, features)),),
-                words=lambda: "forward after prefetch",
-                device=storage.options.device,
-                rule="All ranks must prefetch, or none.",
+                function, self.engine.storage.ranks, same=same, numbers=numbers, words=lambda: same, device=device, rule=rule
             )
         except MismatchError:
             self.started = None  # started on some ranks only: it will never end
@@ -120,16 +148,9 @@ class Prefetcher:
         self.started = None
 
 
-def _same_tensors(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+def _same_tensors(a: Mapping[str, Any], b: object) -> bool:
     """Whether both hold the very same tensors: DDP hands on a copy of the dict, but not of the tensors."""
-    if a is b:
-        return True
     if not isinstance(b, Mapping) or a.keys() != b.keys():
-        return False
-    return all(_same_feature(a[name], b[name]) for name in a)
-
-
-def _same_feature(x: object, y: object) -> bool:
-    if isinstance(x, Ragged) and isinstance(y, Ragged):
-        return all(u is v for u, v in zip(x, y, strict=True))
-    return x is y
+        return a is b
+    pairs = [(x, b[name]) for name, x in a.items()]
+    return all(x is y or (isinstance(x, Ragged) and isinstance(y, Ragged) and all(map(is_, x, y))) for x, y in pairs)

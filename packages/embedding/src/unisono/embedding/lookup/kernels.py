@@ -1,4 +1,4 @@
-"""The operations that touch rows: equal numbers are grouped by one sort; rows are summed by bag, or by group in the backward.
+"""The operations that touch rows: ids are deduplicated by one sort; rows are summed by bag, in the backward by duplicates.
 
 All of the package's heavy memory traffic goes through these functions, so a compiled kernel would replace them here.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 _BLOCK = 8192  # rows whose sums stay in the cache until they are used
 
 
-class Groups(NamedTuple):
-    """Positions of equal numbers: those of unique[k] are order[starts[k] : starts[k] + counts[k]]."""
+class Deduplicated(NamedTuple):
+    """Numbers without their duplicates: unique[k] stands at the positions order[starts[k] : starts[k] + counts[k]]."""
 
     unique: Tensor
     order: Tensor
@@ -28,11 +28,11 @@ class Groups(NamedTuple):
         return torch.empty_like(self.order).scatter_(0, self.order, numbers.repeat_interleave(self.counts))
 
 
-def group_equal(numbers: Tensor) -> Groups:
-    """Group the positions of equal numbers. One sort serves the deduplication and the backward."""
+def deduplicate(numbers: Tensor) -> Deduplicated:
+    """Bring equal numbers together by one sort, which serves the requests and the backward."""
     ordered, order = numbers.sort(stable=True)
     unique, counts = torch.unique_consecutive(ordered, return_counts=True)
-    return Groups(unique, order, counts.cumsum(0) - counts, counts)
+    return Deduplicated(unique, order, counts.cumsum(0) - counts, counts)
 
 
 def sum_bags(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -44,29 +44,29 @@ def sum_bags(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None
     return out
 
 
-def sum_groups(rows: Tensor, bags: Tensor | None, groups: Groups, weights: Tensor | None = None) -> Tensor:
+def sum_duplicates(rows: Tensor, bags: Tensor | None, dedup: Deduplicated, weights: Tensor | None = None) -> Tensor:
     """For each unique number, sum rows[bags[p]] * weights[p] over its positions p: the transpose of sum_bags.
 
     `bags` None: position p has row p.
     """
-    index = groups.order if bags is None else bags.index_select(0, groups.order)
-    return sum_bags(rows, index, groups.starts, None if weights is None else weights.index_select(0, groups.order))
+    index = dedup.order if bags is None else bags.index_select(0, dedup.order)
+    return sum_bags(rows, index, dedup.starts, None if weights is None else weights.index_select(0, dedup.order))
 
 
-def sum_groups_in_blocks(
-    rows: Tensor, bags: Tensor | None, groups: Groups, weights: Tensor | None = None
+def sum_duplicates_in_blocks(
+    rows: Tensor, bags: Tensor | None, dedup: Deduplicated, weights: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield what sum_groups returns, some unique numbers at a time: on a CPU a block is used before it has left the cache.
+    """Yield what sum_duplicates returns, some unique numbers at a time: on a CPU a block is used before it has left the cache.
 
     There is one block even if there are no numbers: an empty gradient is a gradient, too.
     """
-    total = groups.unique.numel()
+    total = dedup.unique.numel()
     size = _BLOCK if rows.device.type == "cpu" else max(total, 1)
-    index = groups.order if bags is None else bags.index_select(0, groups.order)
-    ordered = None if weights is None else weights.index_select(0, groups.order)
-    ends = [*groups.starts[::size].tolist(), index.numel()] if total > size else [0, index.numel()]
+    index = dedup.order if bags is None else bags.index_select(0, dedup.order)
+    ordered = None if weights is None else weights.index_select(0, dedup.order)
+    ends = [*dedup.starts[::size].tolist(), index.numel()] if total > size else [0, index.numel()]
     for block, start in enumerate(range(0, max(total, 1), size)):
         part = slice(start, min(start + size, total))
         positions = slice(ends[block], ends[block + 1])
         own_weights = None if ordered is None else ordered[positions]
-        yield part, sum_bags(rows, index[positions], groups.starts[part] - ends[block], own_weights)
+        yield part, sum_bags(rows, index[positions], dedup.starts[part] - ends[block], own_weights)

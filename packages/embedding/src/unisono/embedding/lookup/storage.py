@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ _MADV_HUGEPAGE = 14
 
 
 @dataclass(frozen=True)
-class Options:
+class LookupOptions:
     """The arguments that all modules of this package share."""
 
     function: str
@@ -41,13 +40,6 @@ class Options:
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")  # noqa: RUF009
 
-    def validation_error(self) -> str:
-        if self.grad_reduce not in ("mean", "sum"):
-            return f"grad_reduce={self.grad_reduce!r} is neither 'mean' nor 'sum'"
-        if self.wire_dtype not in (None, torch.bfloat16, torch.float16):
-            return f"wire_dtype={self.wire_dtype!r} is none of None, torch.bfloat16, torch.float16"
-        return ""
-
 
 @dataclass
 class GroupShard:
@@ -55,7 +47,6 @@ class GroupShard:
 
     group: TableGroup
     number: int  # of the group's shards
-    column: int  # which chunk of columns
     weight: Tensor  # (rows, width)
     state: dict[str, Tensor] = field(default_factory=dict)  # of a fused optimizer
 
@@ -84,7 +75,7 @@ class ShardStorage:
     """This rank's shards of all tables, in their layouts."""
 
     def __init__(
-        self, tables: Sequence[Table], layouts: Sequence[Layout], options: Options, rule: Rule | None, group: Group
+        self, tables: Sequence[Table], layouts: Sequence[Layout], options: LookupOptions, rule: Rule | None, group: Group
     ) -> None:
         self.tables = list(tables)
         self.options = options
@@ -103,7 +94,11 @@ class ShardStorage:
         """Return the layouts with ranks, once all ranks make the same tables and none has a bad argument."""
         options = self.options
         assigned = list(layouts)
-        error = options.validation_error()
+        error = ""
+        if options.grad_reduce not in ("mean", "sum"):
+            error = f"grad_reduce={options.grad_reduce!r} is neither 'mean' nor 'sum'"
+        if options.wire_dtype not in (None, torch.bfloat16, torch.float16):
+            error = f"wire_dtype={options.wire_dtype!r} is none of None, torch.bfloat16, torch.float16"
         try:
             assigned = [layout.assign_ranks(self.ranks.size) for layout in layouts]
         except ValueError as layout_error:
@@ -112,14 +107,16 @@ class ShardStorage:
             f"{self.tables}, {assigned}, {options.grad_reduce}, {options.sparse}, {options.wire_dtype}, {options.dtype}, "
             f"{self.rule}"
         )
+        rule = "All ranks must make the same tables with the same plan and options."
+        words = f"{options.function}({arguments})"
         validate_across_ranks(
             options.function,
             self.ranks,
-            same=arguments,
+            same=words,
             numbers=(),
-            words=lambda: f"{options.function}({arguments})",
+            words=lambda: words,
             device=options.device,
-            rule="All ranks must make the same tables with the same plan and options.",
+            rule=rule,
             problem=error,
         )
         return assigned
@@ -131,7 +128,7 @@ class ShardStorage:
         shard, column = place
         shape = (group.heights[shard], group.key.widths[column])
         weight = _empty_rows(shape, dtype=self.options.dtype, device=self.options.device)
-        return GroupShard(group, shard, column, weight, make_states(self.rule, weight, self.steps))
+        return GroupShard(group, shard, weight, make_states(self.rule, weight, self.steps))
 
     def requires_grad(self) -> bool:
         return any(module.weight.requires_grad for module in self.modules)
@@ -245,16 +242,3 @@ def _convert_state(state: Tensor, weight: Tensor) -> Tensor:
 def _local_part(x: Tensor | None) -> Tensor | None:
     """This rank's part of a DTensor, outside of autograd."""
     return x._local_tensor if isinstance(x, DTensor) else x
-
-
-_Module = TypeVar("_Module", bound=nn.Module)
-
-
-def copy_with_storage(module: _Module, state: dict[str, Any], memo: dict[int, Any]) -> _Module:
-    """copy.deepcopy of a module that has an engine: its parameters become views of the copied shards."""
-    made = module.__class__.__new__(module.__class__)
-    memo[id(module)] = made
-    made.__dict__.update(copy.deepcopy(state, memo))
-    storage: ShardStorage = made.engine.storage  # type: ignore[assignment, union-attr]
-    storage.attach(storage.modules)
-    return made

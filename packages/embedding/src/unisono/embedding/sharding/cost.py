@@ -65,15 +65,10 @@ def count_demands(
     if error and not together:
         raise ValueError(f"plan_tables: {error}")
     if together:
+        rule = "All ranks must ask for a plan of the same tables with the same options; samples may differ."
+        words = f"plan_tables({same})"
         validate_across_ranks(
-            "plan_tables",
-            ranks,
-            same=("plan_tables", same),
-            numbers=(),
-            words=lambda: f"plan_tables({same})",
-            device=None,
-            rule="All ranks must ask for a plan of the same tables with the same options; samples may differ.",
-            problem=error,
+            "plan_tables", ranks, same=words, numbers=(), words=lambda: words, device=None, rule=rule, problem=error
         )
     numbers = _count(tables, sample, batch_size)
     if together:
@@ -163,7 +158,7 @@ def set_prices(world_size: int, *, optimizer: Rule | None, dtype: torch.dtype, w
 
 
 @dataclass(frozen=True)
-class Option:
+class ShardingOption:
     """A way to lay out one table, before its chunks have ranks. Chunk i lies on the i-th of `len(load)` ranks.
 
     `load` is in bytes that travel: half of what a rank sends and receives, and its work in memory. Every rank has
@@ -187,7 +182,7 @@ class Option:
         return self.layout(tuple(ranks), self.answers if self.layout.owners_can_pool else None)
 
 
-def list_options(table: Table, demand: Demand, prices: Prices) -> list[Option]:
+def list_options(table: Table, demand: Demand, prices: Prices) -> list[ShardingOption]:
     """All layouts that can run, the least load first; a whole table comes before a cut one of the same load."""
     found = []
     for layout in LAYOUTS.values():
@@ -204,7 +199,7 @@ def can_pool(table: Table, demand: Demand) -> bool:
     return table.owners_can_pool and not demand.learned
 
 
-def _weigh(table: Table, demand: Demand, prices: Prices, layout: type[Layout], chunks: int, answers: Answers) -> Option:
+def _weigh(table: Table, demand: Demand, prices: Prices, layout: type[Layout], chunks: int, answers: Answers) -> ShardingOption:
     ranks = prices.world_size
     columns = chunks if layout.cut_dim == 1 else 1
     heights, widths = layout.chunk_shapes(table.rows, table.dim, chunks)
@@ -229,7 +224,7 @@ def _weigh(table: Table, demand: Demand, prices: Prices, layout: type[Layout], c
     received = (ranks - 1) * (requested + moved) - moved + between
     load = _as_integers((sent + received) / 2 + work / _MEMORY)
     load_of_all = round(requested_by_one / 2 + moved_to_one + work_of_one / _MEMORY)
-    return Option(
+    return ShardingOption(
         layout=layout,
         answers=answers,
         load_of_all=load_of_all,

@@ -1,0 +1,270 @@
+"""Flat buckets of gradients: one all_reduce for many gradients, in the order in which backward makes them.
+
+BucketLauncher sends them during backward: each as soon as its gradients exist, in the same order on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from unisono.collectives.groups import GroupRanks, process_group
+from unisono.collectives.wire import start_all_reduce
+
+_MANY_SMALL = 2**15  # mean elements of a gradient; below, one call for the whole bucket beats a scaling copy of each
+_FIRST = 2**20  # bytes of the first bucket
+_WORTH_NO_COPY = 2**14  # elements from which a single gradient is reduced in place
+
+
+class GradientSpec(NamedTuple):
+    """Shape, dtype and device of a gradient."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def fits(self, grad: Tensor, *, layout: torch.layout = torch.strided) -> bool:
+        """Return whether `grad` matches; with the default layout it can be copied into a bucket and back."""
+        return grad.dtype is self.dtype and grad.layout is layout and grad.shape == self.shape and grad.device == self.device
+
+
+class Buffers:
+    """Flat memory that is reused from call to call: new pages cost more than the copy into them."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
+
+    def take(self, device: torch.device, dtype: torch.dtype, slot: int, numel: int) -> Tensor:
+        """Return at least `numel` elements: the same memory for the same `slot`."""
+        found = self.tensors.get((device, dtype, slot))
+        if found is None or found.numel() < numel:
+            found = self.tensors[device, dtype, slot] = torch.empty(numel, dtype=dtype, device=device)
+        return found
+
+
+class Bucket:
+    """Gradients of one device and dtype in one flat tensor.
+
+    `members`: their places in `specs`. Call fill, start and wait; then `views` holds the sums over the ranks.
+    """
+
+    def __init__(
+        self, members: Sequence[int], specs: Sequence[GradientSpec], buffers: Buffers, slot: int, at_least: int
+    ) -> None:
+        self.members = tuple(members)
+        self.shapes = [specs[member].shape for member in members]
+        self.sizes = [shape.numel() for shape in self.shapes]
+        self.numel = sum(self.sizes)
+        _, self.dtype, self.device = specs[members[0]]
+        self._buffers = buffers
+        self._slot = slot
+        self._at_least = at_least
+        self._own_views: list[Tensor] = []
+        self._own_wire: Tensor | None = None
+        self._wire: Tensor | None = None
+        self._work: torch.distributed.Work | None = None
+        self.views: list[Tensor] = []
+        self.in_place = False
+
+    def fill(self, grads: Sequence[Tensor | None], scale: float, *, in_place: bool) -> None:
+        """Copy `scale` times the gradients into the bucket, zeros for None.
+
+        With `in_place`, a single large gradient is scaled and reduced where it is, without a copy, if its memory allows.
+        """
+        first = grads[0]
+        self.in_place = in_place and len(grads) == 1 and first is not None and _can_reduce_in_place(first)
+        if self.in_place and first is not None:
+            self.views = [first]
+            self._wire = _real(first)
+            if scale != 1:
+                self._wire.mul_(scale)
+            return
+        self._wire = self._allocate()
+        self.views = self._own_views
+        present = [grad for grad in grads if grad is not None]
+        views = self.views
+        if len(present) < len(grads):
+            torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
+            views = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+        one_by_one = self.device.type == "cpu" and self.numel >= _MANY_SMALL * len(grads) and not self.dtype.is_complex
+        if one_by_one and scale != 1:
+            for view, grad in zip(views, present, strict=True):
+                torch.mul(grad, scale, out=view)
+        elif present:
+            torch._foreach_copy_(views, present)
+            if scale != 1:
+                self._wire.mul_(scale)
+
+    def start(self, pg: ProcessGroup) -> None:
+        if self._wire is not None and self.numel:
+            self._work = start_all_reduce(self._wire, pg)
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        self._wire = None
+
+    def _allocate(self) -> Tensor:
+        """Return the flat tensor. Its memory is taken when first needed: a gradient that is reduced in place needs none."""
+        if self._own_wire is None:
+            flat = self._buffers.take(self.device, self.dtype, self._slot, max(self.numel, self._at_least))[: self.numel]
+            parts = flat.split_with_sizes(self.sizes)
+            self._own_views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+            self._own_wire = _real(flat)
+        return self._own_wire
+
+
+def plan_buckets(specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int) -> list[list[int]]:
+    """Return which of the `members` share a bucket, in the order in which the buckets become complete.
+
+    Backward makes the gradients of the last parameters first. A bucket has one device and one dtype and at most
+    `bucket_bytes`, unless a single gradient is larger. The first of several is smaller, so that communication starts early.
+    """
+    filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    used: dict[tuple[torch.device, torch.dtype], int] = {}
+    totals = _total_bytes(specs, members)
+    limits = {kind: bucket_bytes if total <= bucket_bytes else min(bucket_bytes, _FIRST) for kind, total in totals.items()}
+    full: list[list[int]] = []
+    for member in sorted(members, reverse=True):
+        spec = specs[member]
+        kind = spec.device, spec.dtype
+        if kind in filling and used[kind] + spec.nbytes > limits[kind]:
+            full.append(filling.pop(kind))
+            used[kind] = 0
+            limits[kind] = bucket_bytes
+        filling.setdefault(kind, []).append(member)
+        used[kind] = used.get(kind, 0) + spec.nbytes
+    return sorted([*full, *filling.values()], key=lambda bucket: -bucket[-1])
+
+
+def make_buckets(
+    specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int, buffers: Buffers, slots: int | None
+) -> list[Bucket]:
+    """Return the buckets of `plan_buckets`. They take turns in `slots` pieces of memory; with slots=None each has its own."""
+    totals = _total_bytes(specs, members)
+    buckets = []
+    for place, bucket in enumerate(plan_buckets(specs, members, bucket_bytes)):
+        slot = place % slots if slots else place
+        room = min(totals[specs[bucket[0]].device, specs[bucket[0]].dtype], bucket_bytes)
+        if sum(specs[member].nbytes for member in bucket) > room:
+            slot = -1 - slot  # memory apart from that of the others, which all have one size and so fit into each other's
+        buckets.append(Bucket(bucket, specs, buffers, slot, room // specs[bucket[0]].dtype.itemsize))
+    return buckets
+
+
+def _total_bytes(specs: Sequence[GradientSpec], members: Collection[int]) -> dict[tuple[torch.device, torch.dtype], int]:
+    totals: dict[tuple[torch.device, torch.dtype], int] = {}
+    for member in members:
+        _, dtype, device = specs[member]
+        totals[device, dtype] = totals.get((device, dtype), 0) + specs[member].nbytes
+    return totals
+
+
+def _can_reduce_in_place(grad: Tensor) -> bool:
+    """Return whether it is large, contiguous (as on all ranks), and the only owner of its memory."""
+    return (
+        grad.numel() >= _WORTH_NO_COPY
+        and grad.is_contiguous()
+        and not grad.is_conj()
+        and not grad.is_neg()
+        and grad.untyped_storage().nbytes() == grad.numel() * grad.dtype.itemsize
+    )
+
+
+def _real(x: Tensor) -> Tensor:
+    """View complex numbers as real ones: backends add those only."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+class BucketLauncher:
+    """Sends `buckets` during backward. It sends copies: every p.grad stays what this rank has computed.
+
+    Hooks may run in any of autograd's threads, one for each device.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        specs: Sequence[GradientSpec],
+        buckets: Sequence[Bucket],
+        scale: float,
+        ranks: GroupRanks,
+    ) -> None:
+        self.parameters = parameters
+        self.specs = specs
+        self.buckets = buckets
+        self.scale = scale
+        self.ranks = ranks
+        self.launched = 0
+        self._lock = Lock()
+        self._missing = [set(bucket.members) for bucket in buckets]
+        self._streams: list[set[torch.Stream]] = [set() for _ in buckets]
+        self._sent: dict[int, tuple[Tensor | None, int]] = {}  # the gradient that was sent, and its version
+
+    @contextmanager
+    def sending_during_backward(self) -> Iterator[None]:
+        """Send each bucket as soon as its gradients exist, while the block runs."""
+        handles = []
+        try:
+            for place, bucket in enumerate(self.buckets):
+                for member in bucket.members:
+                    hook = partial(self._on_gradient, place, member)
+                    handles.append(self.parameters[member].register_post_accumulate_grad_hook(hook))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def launch_rest(self) -> None:
+        """Send the remaining buckets, with zeros for gradients that were not computed."""
+        with self._lock:
+            while self.launched < len(self.buckets):
+                self._launch()
+
+    def late(self) -> list[int]:
+        """Return the members whose p.grad has changed after it was sent."""
+        now = ((member, self.parameters[member].grad, sent) for member, sent in self._sent.items())
+        return [member for member, grad, (sent, version) in now if grad is not sent or _version(grad) != version]
+
+    def _on_gradient(self, place: int, member: int, parameter: Tensor) -> None:
+        with self._lock:
+            self._missing[place].discard(member)
+            if parameter.device.type != "cpu":
+                self._streams[place].add(torch.accelerator.current_stream(parameter.device))
+            while self.launched < len(self.buckets) and not self._missing[self.launched]:
+                self._launch()
+
+    def _launch(self) -> None:
+        bucket = self.buckets[self.launched]
+        if streams := self._streams[self.launched]:
+            # The last gradient may have been computed on another stream than the others, or on another device.
+            current = torch.accelerator.current_stream(bucket.device)
+            for stream in streams - {current}:
+                current.wait_stream(stream)
+        grads = [self.parameters[member].grad for member in bucket.members]
+        for member, grad in zip(bucket.members, grads, strict=True):
+            self._sent[member] = grad, _version(grad)
+        dense = [
+            grad if grad is not None and self.specs[member].fits(grad) else None
+            for member, grad in zip(bucket.members, grads, strict=True)
+        ]
+        with torch.no_grad():
+            bucket.fill(dense, self.scale, in_place=False)
+            bucket.start(process_group(self.ranks))
+        self.launched += 1
+
+
+def _version(grad: Tensor | None) -> int:
+    return 0 if grad is None else grad._version

@@ -1,0 +1,333 @@
+"""sync_gradients and GradientSync: average or add gradients over ranks, in steps with several backward passes.
+
+Dense gradients are reduced in buckets. Sparse ones (COO, from nn.Embedding(sparse=True)) are gathered: only touched rows are
+sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from unisono.collectives import Group, all_gather
+from unisono.collectives.functional.reduce import GradReduce
+from unisono.collectives.groups import GroupRanks, as_group, process_group, resolve_group
+from unisono.dataparallel.gradient_sync.buckets import Bucket, BucketLauncher, Buffers, GradientSpec, make_buckets
+from unisono.dataparallel.gradient_sync.presence import (
+    GlobalGradients,
+    LocalGradients,
+    device_error,
+    exchange_presence,
+    find_local_gradients,
+    parameter_signature,
+    validate_parameters,
+)
+
+BUCKET_BYTES = 25 * 2**20
+_IN_FLIGHT = 3  # buckets at a time, outside overlap(): one is filled while others are reduced
+
+
+def sync_gradients(
+    parameters: Tensor | Iterable[Tensor],
+    *,
+    reduce: GradReduce = "mean",
+    group: Group = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Replace every `p.grad` by its mean (or sum) over the ranks: what DDP does in backward, at the time you choose.
+
+    Call it on all ranks after the last backward pass and before the optimizer's step; in a GAN once for each network.
+    `parameters`: a tensor or an iterable, as for clip_grad_norm_; those that require no gradient are skipped. A parameter
+    without a gradient on this rank counts as zeros and gets a gradient if any rank has one; if no rank has one, it keeps
+    None. Each p.grad stays the same tensor. Sparse gradients stay sparse, unless some rank has a dense one for the same
+    parameter.
+
+    reduce="mean" divides by the number of ranks first, as DDP does; use it with losses of grad_reduce="mean", and "sum" with
+    grad_reduce="sum". Gradients are sent in their own dtype, in buckets of up to `bucket_bytes`.
+
+    Raises the same error on all ranks, before any gradient is touched, if the ranks have different parameters or if one
+    gradient cannot be synced: one small message compares them first. DTensor parameters raise TypeError: the shards of a
+    table are different rows on each rank, not copies to average. Leave them out.
+
+    To reuse the memory of the buckets from step to step, and to overlap with backward, make a GradientSync once.
+
+    Example, 2 ranks whose p.grad is [1.] and [3.]:
+        sync_gradients([p])  ->  p.grad is [2.] on both
+
+    Example:
+        >>> import torch
+        >>> from unisono.dataparallel import sync_gradients
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model(torch.ones(3, 2)).sum().backward()
+        >>> sync_gradients(model.parameters())  # one rank: nothing changes
+        >>> model.weight.grad
+        tensor([[3., 3.]])
+    """
+    GradientSync(parameters, reduce=reduce, group=group, bucket_bytes=bucket_bytes)()
+
+
+class GradientSync:
+    """sync_gradients that reuses its memory: make it once, call it in every step.
+
+    The arguments are those of sync_gradients. All ranks validate them together in every call; parameters may be frozen,
+    unfrozen, moved or converted between calls.
+
+    Example:
+        >>> import torch
+        >>> from unisono.dataparallel import GradientSync
+        >>> model = torch.nn.Linear(2, 1)
+        >>> sync = GradientSync(model.parameters())
+        >>> with sync.overlap():
+        ...     model(torch.ones(3, 2)).sum().backward()
+        >>> model.bias.grad
+        tensor([3.])
+    """
+
+    def __init__(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        *,
+        reduce: GradReduce = "mean",
+        group: Group = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.reduce = reduce
+        self.group = group
+        self.bucket_bytes = bucket_bytes
+        self._given, self._problem = validate_parameters(parameters)
+        if reduce not in ("mean", "sum"):
+            self._problem = f"reduce must be 'mean' or 'sum', got {reduce!r}"
+        if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
+            self._problem = f"bucket_bytes must be a positive int, got {bucket_bytes!r}"
+        self._parameters: list[Tensor] = []  # those that required a gradient in the last call
+        self._specs: list[GradientSpec] = []
+        self._devices: set[torch.device] = set()
+        self._signature = ""
+        self._expected: tuple[int, ...] = ()  # the dense gradients of the last call; the same on all ranks
+        self._plans: dict[int | None, tuple[tuple[int, ...], list[Bucket]]] = {}
+        self._buffers = Buffers()
+        self._overlapping = False
+        self._abandoned = 0  # buckets that were sent before a block raised: if ranks differ in it, their buckets do not match
+
+    def __call__(self) -> None:
+        """Do what sync_gradients does."""
+        ranks = self._begin()
+        local = find_local_gradients(self._parameters, self._specs)
+        if local.problem and self._refresh():
+            local = find_local_gradients(self._parameters, self._specs)
+        found = self._validate("sync", local, ranks)
+        if ranks.size > 1:
+            with self._communicating(ranks):
+                self._reduce_sparse(local.grads, found.sparse, ranks)
+                self._reduce_dense(local.grads, found.dense, ranks)
+            self._expected = found.dense
+
+    @contextmanager
+    def overlap(self) -> Iterator[None]:
+        """Send gradients while the backward in the block runs; after the block, all of them are synced.
+
+        Put the last backward pass of a step in the block, and nothing else; gradients that earlier passes have accumulated
+        are included. A gradient that changes after its bucket was sent (by a second pass in the block) is synced again at
+        the end of the block: the result is right, but it is sent twice. The previous sync tells which gradients to expect,
+        so the first block does not overlap yet. If the backward itself communicates (SyncBatchNorm, gathered losses) and
+        ranks may use different parameters, give the GradientSync a group of its own, `group=dist.new_group()`: within one
+        group, all ranks must communicate in the same order.
+
+        The ranks validate the call in one small message on entering and one on leaving. If the block raises on one rank, the
+        error propagates there at once, and the gradients are as its own backward left them. The other ranks wait for its
+        buckets, and raise when its process ends or the group's timeout has passed.
+        """
+        ranks = self._begin()
+        self._refresh()
+        self._validate(f"overlap, expecting {self._expected}", LocalGradients([], [], ""), ranks)
+        buckets = self._buckets(self._expected, None) if ranks.size > 1 else []
+        launcher = BucketLauncher(self._parameters, self._specs, buckets, self._scale(ranks), ranks)
+        self._overlapping = True
+        try:
+            with launcher.sending_during_backward():
+                yield
+        except BaseException:
+            self._abandoned += launcher.launched
+            self._forget_memory()
+            raise
+        finally:
+            self._overlapping = False
+        with self._communicating(ranks):
+            launcher.launch_rest()
+            local = find_local_gradients(self._parameters, self._specs, late=launcher.late())
+            try:
+                found = self._validate("end of overlap", local, ranks)
+            finally:
+                for bucket in buckets:
+                    bucket.wait()
+            if ranks.size > 1:
+                arrived = (set(found.dense) & set(self._expected)) - found.late
+                for bucket in buckets:
+                    self._write_back(bucket, local.grads, arrived)
+                self._reduce_sparse(local.grads, found.sparse, ranks)
+                self._reduce_dense(local.grads, tuple(place for place in found.dense if place not in arrived), ranks)
+        self._expected = found.dense
+
+    def __repr__(self) -> str:
+        return f"GradientSync({len(self._given)} parameters, reduce={self.reduce!r}, bucket_bytes={self.bucket_bytes})"
+
+    def _begin(self) -> GroupRanks:
+        if self._overlapping:
+            raise RuntimeError("GradientSync: called inside its own overlap() block, which syncs when it is left")
+        trainable = [p for p in self._given if p.requires_grad]
+        if len(trainable) != len(self._parameters) or not all(map(is_, trainable, self._parameters)):
+            self._parameters = trainable
+            self._refresh()
+        return resolve_group(self.group)
+
+    def _refresh(self) -> bool:
+        """Return whether parameters are others than last time, or were moved or converted; then start over."""
+        specs = [GradientSpec(p.shape, p.dtype, p.device) for p in self._parameters]
+        changed = specs != self._specs
+        if changed:
+            self._specs = specs
+            self._signature = parameter_signature(specs)
+            self._devices = {spec.device for spec in specs}
+            self._expected = ()
+            self._plans = {}
+        return changed
+
+    def _validate(self, step: str, local: LocalGradients, ranks: GroupRanks) -> GlobalGradients:
+        options = f"reduce={self.reduce!r}, bucket_bytes={self.bucket_bytes}"
+        problem = self._problem or local.problem or device_error(self._devices, ranks)
+        if self._abandoned:
+            step = f"{step}, after blocks that raised when {self._abandoned} buckets had been sent"
+        with torch.inference_mode(False):
+            return exchange_presence(self._specs, local._replace(problem=problem), (step, options, self._signature), ranks)
+
+    def _scale(self, ranks: GroupRanks) -> float:
+        return 1 / ranks.size if self.reduce == "mean" else 1.0
+
+    def _buckets(self, members: tuple[int, ...], slots: int | None) -> list[Bucket]:
+        known, buckets = self._plans.get(slots, (None, []))
+        if known != members:
+            buckets = make_buckets(self._specs, members, self.bucket_bytes, self._buffers, slots)
+            self._plans[slots] = members, buckets
+        return buckets
+
+    @torch.no_grad()
+    def _reduce_dense(self, grads: Sequence[Tensor | None], members: tuple[int, ...], ranks: GroupRanks) -> None:
+        """Reduce bucket after bucket: one is filled while others are reduced."""
+        pg = process_group(ranks)
+        scale = self._scale(ranks)
+        buckets = self._buckets(members, _IN_FLIGHT)
+        alone = any(len(bucket.members) == 1 for bucket in buckets)
+        # If gradients share memory, none may be written before all have been read.
+        shared = (alone or len(buckets) > _IN_FLIGHT) and _share_memory(grads)
+        if shared:
+            buckets = self._buckets(members, None)
+        pending: deque[Bucket] = deque()
+
+        def finish() -> None:
+            bucket = pending.popleft()
+            bucket.wait()
+            self._write_back(bucket, grads)
+
+        for bucket in buckets:
+            if len(pending) == _IN_FLIGHT and not shared:
+                finish()
+            mine = [grads[member] for member in bucket.members]
+            dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in mine]
+            bucket.fill(dense, scale, in_place=not shared)
+            bucket.start(pg)
+            pending.append(bucket)
+        while pending:
+            finish()
+
+    @torch.no_grad()
+    def _reduce_sparse(self, grads: Sequence[Tensor | None], members: dict[int, int], ranks: GroupRanks) -> None:
+        if not members:
+            return
+        own = [grads[member] for member in members]
+        specs = [self._specs[member] for member in members]
+        totals = sum_sparse_gradients(own, specs, [*members.values()], self._scale(ranks), ranks)
+        for member, total in zip(members, totals, strict=True):
+            grad = grads[member]
+            if grad is None:
+                self._parameters[member].grad = total
+            else:
+                grad.copy_(total)
+
+    @torch.no_grad()
+    def _write_back(self, bucket: Bucket, grads: Sequence[Tensor | None], only: Collection[int] | None = None) -> None:
+        """Copy the sums into the gradients; make a new one where none exists that can hold the sum."""
+        if bucket.in_place:
+            bucket.views = []  # the bucket must not hold the gradient any longer
+            return
+        targets, sources = [], []
+        for member, view in zip(bucket.members, bucket.views, strict=True):
+            if only is not None and member not in only:
+                continue
+            grad = grads[member]
+            if grad is None or grad.is_sparse or (not grad.is_contiguous() and torch._debug_has_internal_overlap(grad) == 1):
+                parameter = self._parameters[member]
+                parameter.grad = torch.empty_like(parameter.detach()).copy_(view)
+            elif grad.is_neg() or (bucket.dtype.is_complex and grad.is_conj()):
+                grad.copy_(view)
+            else:
+                targets.append(grad)
+                sources.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _forget_memory(self) -> None:
+        """Drop the buffers: they may still be in use by a reduction."""
+        self._plans = {}
+        self._buffers = Buffers()
+
+    @contextmanager
+    def _communicating(self, ranks: GroupRanks) -> Iterator[None]:
+        try:
+            with torch.inference_mode(False):  # new gradients outlive the caller's mode
+                yield
+        except RuntimeError as error:
+            self._forget_memory()
+            raise RuntimeError(
+                f"sync_gradients: the communication failed on rank {ranks.rank} of {ranks.size}; some gradients are synced, "
+                "some are not, some may be neither: set them to None before another backward"
+            ) from error
+
+
+def sum_sparse_gradients(
+    grads: Sequence[Tensor | None], specs: Sequence[GradientSpec], sparse_dims: Sequence[int], scale: float, ranks: GroupRanks
+) -> list[Tensor]:
+    """Return for each parameter `scale` times the sum over ranks, coalesced, the same on every rank.
+
+    `sparse_dims`: the number of sparse dimensions of each gradient, the same on all ranks. A rank without a gradient adds
+    nothing. All gradients of a device travel in one all_gather.
+    """
+    results: dict[int, Tensor] = {}
+    for device in dict.fromkeys(spec.device for spec in specs):
+        places = [place for place, spec in enumerate(specs) if spec.device == device]
+        parts = [_indices_and_values(grads[place], specs[place], sparse_dims[place], scale) for place in places]
+        gathered = all_gather(parts, group=as_group(ranks))
+        for place, (indices, values) in zip(places, gathered, strict=True):
+            size = specs[place].shape
+            total = torch.sparse_coo_tensor(indices.t(), values, size, check_invariants=False, is_coalesced=False)
+            results[place] = total.coalesce()
+    return [results[place] for place in range(len(specs))]
+
+
+def _indices_and_values(grad: Tensor | None, spec: GradientSpec, sparse_dim: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the indices and the values of a gradient, no index twice."""
+    if grad is None:
+        indices = torch.empty(0, sparse_dim, dtype=torch.int64, device=spec.device)
+        return indices, torch.empty(0, *spec.shape[sparse_dim:], dtype=spec.dtype, device=spec.device)
+    grad = grad.detach().coalesce()
+    values = grad.values()
+    return grad.indices().t().contiguous(), values * scale if scale != 1 else values
+
+
+def _share_memory(grads: Sequence[Tensor | None]) -> bool:
+    storages = [grad.untyped_storage()._cdata for grad in grads if grad is not None and not grad.is_sparse]
+    return len(set(storages)) < len(storages)

@@ -1,0 +1,218 @@
+"""gradcheck and gradgradcheck through real ranks, the named gradients, and torch.func."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.collectives.one_process import CASES, SKEWED, inputs_of
+from unisono.collectives import all_gather, all_reduce, all_to_all, gather, reduce_scatter, scatter, shift
+from unisono.collectives.testing import gradcheck, gradgradcheck, run_ranks
+
+CHECKED = ["all_gather_dim1", "gather", "scatter", "broadcast", "all_to_all_single", "shift", "all_reduce_sum"]
+CHECKED += ["all_reduce_avg", "all_reduce_max", "all_reduce_min", "all_reduce_product", "reduce_sum", "reduce_product"]
+CHECKED += ["reduce_scatter_sum", "reduce_scatter_product", "reduce_scatter_max", "global_mean_one_side"]
+
+
+def check_case(name: str) -> None:
+    x = inputs_of(CASES[name], dist.get_world_size())[dist.get_rank()].requires_grad_()
+    gradcheck(lambda x: CASES[name](x, None), x, atol=1e-6)
+    gradgradcheck(lambda x: CASES[name](x, None) ** 2, x, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradcheck_and_gradgradcheck(name, world_size):
+    run_ranks(check_case, name, world_size=world_size)
+
+
+def check_product_with_zeros() -> None:
+    """Where one rank has a zero, torch's derivative is the product of the others; where two have, zero."""
+    x = torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 0.0], [5.0, 7.0, 2.0]], dtype=torch.float64)[dist.get_rank()].requires_grad_()
+    gradcheck(lambda x: all_reduce(x, "product"), x)
+    gradgradcheck(lambda x: all_reduce(x, "product"), x)
+
+
+def test_gradcheck_of_product_with_zeros():
+    run_ranks(check_product_with_zeros, world_size=3)
+
+
+def check_list_all_to_all() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    xs = [torch.randn((rank + 1, *(2,) * (target % 3)), dtype=torch.float64, requires_grad=True) for target in range(size)]
+    received = all_to_all(xs)
+    assert [y.shape for y in received] == [torch.Size((source + 1, *(2,) * (rank % 3))) for source in range(size)]
+    gradcheck(lambda *xs: all_to_all(list(xs)), *xs)
+    gradgradcheck(lambda *xs: [y**2 for y in all_to_all(list(xs))], *xs, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_to_all_of_any_shapes_gradcheck(world_size):
+    run_ranks(check_list_all_to_all, world_size=world_size)
+
+
+def named_gradients() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.full((SKEWED[rank], 2), rank + 1.0, dtype=torch.float64, requires_grad=True)
+    y = all_gather(x, grad="slice")
+    weights = torch.arange(1.0, y.numel() + 1, dtype=torch.float64).view(y.shape) * (rank + 1)
+    (g,) = torch.autograd.grad((weights * y**2).sum(), x, create_graph=True)
+    start = sum(SKEWED[:rank])
+    mine = weights[start : start + SKEWED[rank]]
+    torch.testing.assert_close(g, 2 * mine * x)
+    torch.testing.assert_close(torch.autograd.grad((g**3).sum(), x)[0], 3 * g**2 * 2 * mine)
+
+    x = torch.tensor([rank + 1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    total = all_reduce(x, grad="identity")
+    torch.testing.assert_close(total[0], torch.tensor(size * (size + 1) / 2, dtype=torch.float64))
+    torch.testing.assert_close(torch.autograd.grad((total**2 * (rank + 1)).sum(), x)[0], 2 * total.detach() * (rank + 1))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_named_gradients_do_what_their_name_says(world_size):
+    run_ranks(named_gradients, world_size=world_size)
+
+
+def only_some_ranks_need_a_gradient() -> None:
+    """The exchange tells the others, so that nobody waits in backward for a rank that has no graph."""
+    rank = dist.get_rank()
+    x = torch.ones(2 + rank, 3, dtype=torch.float64, requires_grad=rank == 1)
+    for op in (all_gather, gather, shift, lambda x: all_gather({"x": x})["x"]):
+        y = op(x)
+        assert y.requires_grad
+        (y**2).sum().backward()
+    assert rank != 1 or x.grad is not None
+    part = scatter(x if rank == 1 else None, root=1)
+    assert part.requires_grad
+    part.sum().backward()
+    square = torch.ones(4, 3, requires_grad=rank == 0)
+    assert reduce_scatter(square).requires_grad
+    with torch.no_grad():
+        assert not all_gather(x).requires_grad
+
+
+def test_gradient_needed_on_one_rank_only_does_not_hang():
+    run_ranks(only_some_ranks_need_a_gradient, world_size=3)
+
+
+def incoming_gradient_is_left_alone() -> None:
+    x = torch.randn(3, 2, requires_grad=True)
+    for op in (all_gather, all_reduce, reduce_scatter, shift, gather):
+        y = op(x)
+        incoming = torch.ones_like(y)
+        y.backward(incoming)
+        assert torch.equal(incoming, torch.ones_like(y)) and incoming._version == 0
+        with torch.no_grad():
+            y.add_(1)  # the result is the caller's own: changing it must not reach x
+        assert x._version == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_inputs_and_incoming_gradients_are_never_modified(world_size):
+    run_ranks(incoming_gradient_is_left_alone, world_size=world_size)
+
+
+def func_transforms(name: str) -> None:
+    """grad, vmap and jvp against the reference in one process."""
+    case, rank, size = CASES[name], dist.get_rank(), dist.get_world_size()
+    inputs = inputs_of(case, size)
+    seeds = inputs_of(case, size, seed=1)
+
+    def whole(*xs):
+        return torch.stack([(r + 1) * (y**2).sum() for r, y in enumerate(case.reference(list(xs)))]).sum()
+
+    expected = torch.func.grad(whole, argnums=tuple(range(size)))(*inputs)[rank]
+    got = torch.func.grad(lambda x: (rank + 1) * (case(x, None) ** 2).sum())(inputs[rank])
+    torch.testing.assert_close(got, expected)
+
+    _, expected = torch.func.jvp(lambda *xs: case.reference(list(xs))[rank], tuple(inputs), tuple(seeds))
+    _, got = torch.func.jvp(lambda x: case(x, None), (inputs[rank],), (seeds[rank],))
+    torch.testing.assert_close(got, expected)
+
+    for place in (0, -1):
+        batches = [torch.stack([x, s, 2 * s], place) for x, s in zip(inputs, seeds, strict=True)]
+        singles = [[b.select(place, k) for b in batches] for k in range(3)]
+        expected = torch.stack([case.reference(xs)[rank] for xs in singles])
+        got = torch.func.vmap(lambda x: case(x, None), in_dims=place)(batches[rank])
+        torch.testing.assert_close(got, expected)
+
+    per_sample = torch.func.vmap(torch.func.grad(lambda x: (rank + 1) * (case(x, None) ** 2).sum()), in_dims=-1)(batches[rank])
+    expected = torch.stack([torch.func.grad(whole, argnums=tuple(range(size)))(*xs)[rank] for xs in singles])
+    torch.testing.assert_close(per_sample, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "ties" not in name and not name.startswith("scatter")])
+def test_torch_func_matches_one_process(name):
+    run_ranks(func_transforms, name, world_size=3)
+
+
+def func_of_named_gradients() -> None:
+    rank = dist.get_rank()
+    x, t = torch.randn(2 + rank), torch.randn(2 + rank)
+    _, tangent = torch.func.jvp(lambda x: all_gather(x, grad="slice"), (x,), (t,))
+    parts = tangent.split([2, 3])
+    assert torch.equal(parts[rank], t) and not parts[1 - rank].any()
+    x, t = torch.randn(2), torch.randn(2)
+    _, tangent = torch.func.jvp(lambda x: all_reduce(x, grad="identity"), (x,), (t,))
+    assert torch.equal(tangent, t)
+
+
+def test_jvp_of_named_gradients_is_their_transpose():
+    run_ranks(func_of_named_gradients, world_size=2)
+
+
+def torch_func_and_compile() -> None:
+    """torch.distributed.nn.functional worked neither under torch.func nor under torch.compile."""
+    x = torch.ones(2, 3, dtype=torch.float64)
+    assert torch.equal(torch.func.grad(lambda x: (all_gather(x) ** 2).sum())(x), 6 * x)
+    assert torch.func.vmap(all_gather)(x).shape == (2, 9)
+    assert torch.equal(torch.func.jvp(all_reduce, (x,), (x,))[1], 3 * x)
+    torch._dynamo.reset()
+    assert torch.compile(all_gather, backend="aot_eager", fullgraph=True)(x).shape == (6, 3)
+
+
+def vmap_of_all_gather() -> None:
+    """vmap of torch.distributed._functional_collectives gave garbage."""
+    rank = dist.get_rank()
+    batch = torch.arange(6.0).view(2, 3) + 10 * rank
+    expected = torch.stack([torch.cat([row + 10 * (r - rank) for r in range(3)]) for row in batch])
+    assert torch.equal(torch.func.vmap(all_gather)(batch), expected)
+
+
+def jvp_of_all_gather() -> None:
+    """jvp of torch.distributed._functional_collectives gave zeros."""
+    x = torch.ones(2)
+    tangent = torch.func.jvp(all_gather, (x,), (x * (dist.get_rank() + 1),))[1]
+    assert tangent.tolist() == [1, 1, 2, 2, 3, 3]
+
+
+def func_grad_of_all_reduce() -> None:
+    """torch.func.grad of torch.distributed._functional_collectives failed."""
+    x = torch.ones(2)
+    assert torch.func.grad(lambda x: all_reduce(x).pow(2).sum())(x).tolist() == [18, 18]
+
+
+def gradient_penalty() -> None:
+    """The R1 penalty of a function of the gathered batch was 72 % wrong with the all_gather of x-clip."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(2, 3, generator=generator, dtype=torch.float64) for _ in range(dist.get_world_size())]
+
+    def penalised(whole: list[torch.Tensor]) -> torch.Tensor:
+        mixed = torch.cat(whole).var(0).sum()  # what a minibatch statistic does
+        gradients = torch.autograd.grad(mixed, whole, create_graph=True)
+        return sum((g**2).sum() for g in gradients)
+
+    whole = [x.clone().requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(penalised(whole), whole)[dist.get_rank()]
+    x = inputs[dist.get_rank()].clone().requires_grad_()
+    statistic = all_gather(x).var(0).sum() / dist.get_world_size()
+    (g,) = torch.autograd.grad(statistic, x, create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad((g**2).sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "regression",
+    [torch_func_and_compile, vmap_of_all_gather, jvp_of_all_gather, func_grad_of_all_reduce, gradient_penalty],
+    ids=lambda body: body.__name__,
+)
+def test_regression(regression):
+    run_ranks(regression, world_size=3)

@@ -1,0 +1,52 @@
+"""Prefetch: a batch that was started ahead gives the same results and errors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.embedding.reference import ROWS
+from tests.embedding.test_collection import make_pair
+from unisono.embedding import EmbeddingCollection, Ragged, Table
+
+
+def prefetch_is_taken_by_all_ranks_or_none() -> None:
+    """If one rank called with other features, the ranks hung."""
+    collection = make_pair("row")
+    batch = {"a": torch.tensor([1, 9]), "b": torch.tensor([0, 4])}
+    other = {"a": torch.tensor([2]), "b": torch.tensor([3])}
+    collection.prefetch(batch)
+    assert collection._prefetcher.take(dict(batch)) is not None  # the same tensors in another dict
+    collection.prefetch(batch)
+    out = collection(batch if dist.get_rank() else other)  # this hung
+    assert len(out["a"]) == (2 if dist.get_rank() else 1)
+    collection.prefetch({"a": torch.tensor([ROWS]), "b": torch.tensor([3])})
+    collection.prefetch(batch)  # the error of a batch that nobody wants any more is nobody's
+    assert len(collection(batch)["a"]) == 2
+    weights = torch.ones(2, requires_grad=True)
+    weighted = make_pair("table")
+    features = batch | {"a": Ragged(torch.tensor([1, 9]), torch.tensor([0, 2]), weights)}
+    with torch.no_grad():
+        weighted.prefetch(features)
+    weighted(features)["a"].sum().backward()
+    assert weights.grad is not None
+
+
+def a_bad_prefetched_batch_raises_when_it_is_used() -> None:
+    tables = [Table("user", 7, 2), Table("item", 9, 4, ["seen"], mode="mean"), Table("word", 6, 2, mode=None)]
+    good = {"user": torch.tensor([[1, 5], [2, 2]]), "seen": torch.tensor([[1, 2], [3, 3]]), "word": torch.tensor([4, 0])}
+    collection = EmbeddingCollection(tables, plan="row")
+    batch = {**good, "user": torch.tensor([77])} if dist.get_rank() == 1 else {**good}
+    collection.prefetch(batch)
+    with pytest.raises(IndexError, match="rank 1: id 77"):
+        collection(batch)
+    for begun in (batch, good):  # one that nobody looks up in the end has no say
+        collection.prefetch(begun)
+        assert collection(good)["user"].shape == (2, 2)
+
+
+def test_prefetch_is_taken_by_all_ranks_or_none(ranks):
+    ranks(prefetch_is_taken_by_all_ranks_or_none, world_size=3)
+
+
+def test_a_bad_prefetched_batch_raises_when_it_is_used(ranks):
+    ranks(a_bad_prefetched_batch_raises_when_it_is_used, world_size=2)

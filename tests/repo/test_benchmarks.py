@@ -1,0 +1,93 @@
+"""The cheap parts of scripts/benchmarks: command lines, and the report and plot of a committed results file."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "scripts" / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import_path():
+    sys.path.insert(0, str(FOLDER.parent))
+    yield
+    sys.path.remove(str(FOLDER.parent))
+
+
+@pytest.mark.parametrize("name", ["collectives", "contrastive", "dataparallel", "embedding", "recommender", "clip"])
+def test_command_line_has_a_class_options_and_a_text(name, capsys):
+    from benchmarks.__main__ import BENCHMARKS, benchmark_class, main
+
+    assert name in BENCHMARKS
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+    assert "--quick" in shown and "--out" in shown
+    benchmark = benchmark_class(name)(quick=True)
+    benchmark.validate()
+    assert all(f"--{option.replace('_', '-')}" in shown for option in benchmark.options())
+
+
+def test_every_benchmark_is_in_the_readme_with_its_report_and_plot():
+    from benchmarks.__main__ import BENCHMARKS
+
+    text = (FOLDER / "README.md").read_text()
+    for name in BENCHMARKS:
+        assert f"`./scripts/bench {name}`" in text
+        assert re.search(rf"\[report\]\(results/[0-9-]+-{name}\.md\)", text)
+        assert re.search(rf"\(results/[0-9-]+-{name}\.png\)", text)
+    assert [link for link in re.findall(r"\((results/[^)]+)\)", text) if not (FOLDER / link).exists()] == []
+    assert [path for path in re.findall(r"`(harness/[\w.]+)`", text) if not (FOLDER / path).exists()] == []
+
+
+def test_report_command_writes_the_table_of_a_committed_report(tmp_path):
+    from benchmarks.__main__ import main
+
+    path = sorted((FOLDER / "results").glob("*-recommender.json"))[-1]
+    main(["report", str(path), "--out", str(tmp_path)])
+    written, committed = (
+        [
+            line
+            for line in folder.joinpath(f"{path.stem}.md").read_text().splitlines()
+            if line.startswith(("| **unisono", "| Torch"))
+        ]
+        for folder in (tmp_path, path.parent)
+    )
+    assert len(written) > 3
+    assert written == committed
+    assert (tmp_path / f"{path.stem}.png").stat().st_size > 10_000
+
+
+def test_results_survive_json(tmp_path):
+    from benchmarks.harness.results import Measurement, Ratio, Results
+
+    found = [Measurement("a case", name, np.array([1.0, 2.0, 4.0]), np.array([0.5, 1.5, 2.5]), {"n": 3}) for name in ("a", "b")]
+    path = tmp_path / "2026-01-01-collectives.json"
+    Results(found, {"benchmark": "collectives", "torch": "2"}).save(path, {("a case", "a"): {"ratio": Ratio(1.0, 0.5, 2.0)}})
+    again = Results.load(path)
+    assert again.about == {"benchmark": "collectives", "torch": "2"}
+    assert again.cases == ["a case"]
+    assert [m.contender for m in again.measurements] == ["a", "b"]
+    assert again.measurements[1].wall.tolist() == [1.0, 2.0, 4.0]
+    assert again.measurements[0]["ratio"] == {"median": 1.0, "least": 0.5, "most": 2.0}
+
+
+def test_turns_put_every_contender_first_and_after_each_other():
+    from benchmarks.harness.measure import order_of_turns
+
+    orders = [order_of_turns("abc", turn) for turn in range(6)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+    assert {order[0] for order in orders} == {"a", "b", "c"}
+    assert {(order[0], order[1]) for order in orders} == {(a, b) for a in "abc" for b in "abc" if a != b}
+
+
+def test_a_ratio_shows_its_range():
+    from benchmarks.harness.results import Ratio
+
+    assert f"{Ratio.of(np.array([1.0, 2.0, 4.0])):.2fx}" == "2.00x (1.00-4.00)"
+    assert f"{Ratio.of(np.array([1.0, 1.0])):.2fx}" == "1x"
+    assert f"{Ratio.of(np.array([1500.0])):,.0f}" == "1,500"
