@@ -80,13 +80,13 @@ class Ours:
         data = DataConfig(batch=work.setting.batch * ranks.size)
         config = Config(run=RunConfig(steps=1), data=data, model=MODEL, tables=tables_config)
         source: Any = SimpleNamespace(features=work.features(), sample=self._batch(0), mapped=False, ratings=None)
-        learner = build_training_module(config, source, dtype=torch.float32, device=ranks.device)
-        cast(Any, learner.model).head.load_state_dict(make_head().state_dict())
-        tables.fill_collection(learner.tables.collection, prefix="table_f")
-        self.plan = tables.describe_plan(learner.tables.collection)
-        self.learner = learner.train()
-        self.model = parallelize(learner, config.parallel, ranks)
-        self.optimizer = dense_optimizer(list(learner.dense_parameters()))
+        module = build_training_module(config, source, dtype=torch.float32, device=ranks.device)
+        cast(Any, module.model).head.load_state_dict(make_head().state_dict())
+        tables.fill_collection(module.tables.collection, prefix="table_f")
+        self.plan = tables.describe_plan(module.tables.collection)
+        self.module = module.train()
+        self.model = parallelize(module, config.parallel, ranks)
+        self.optimizer = dense_optimizer(list(module.dense_parameters()))
         self.number = 0
 
     def prepare(self, step: int) -> Any:
@@ -104,7 +104,7 @@ class Ours:
         batch, following = batch
         loss: Tensor = self.model(batch, step=self.number)["loss"]
         if following is not None:
-            self.learner.prefetch(following)
+            self.module.prefetch(following)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -228,7 +228,7 @@ CONTENDERS: dict[str, Contender] = {
 
 def make(name: str, setting: Setting) -> tables.TableStepper:
     contender = CONTENDERS[name]
-    return contender.make(Workload(setting, tables.own_ranks(contender.one_process), dist.get_world_size()))
+    return contender.make(Workload.of_this_process(setting, one_process=contender.one_process))
 
 
 def measure(name: str, setting: Setting) -> StepCosts:
