@@ -1,4 +1,4 @@
-"""Whole runs on streamed clicks with bad lines: stopped, gone on with on other ranks, evaluated and read back."""
+"""Runs on streamed clicks with bad lines: stopped, continued on other ranks, evaluated, and read back."""
 
 import json
 import random
@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from tests.recommender.test_train import furthest, losses, summary
+from tests.recommender.test_train import largest_difference, read_losses, read_summary
 from tests.training.skip_plots import skip_plots
 from unisono_models.recommender.commands.evaluate import Options, evaluate_run
 from unisono_models.recommender.export import read_export
@@ -18,7 +18,7 @@ from unisono_models.training.distributed.launch import Ranks
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 FEATURES = ["I1", "I2", "C1:id:60", "C2:id:40", "C3:id:9"]
 SETTINGS = {"model.dim": 4, "model.hidden": 8, "model.bottom": 4, "tables.lr": 0.1, "run.steps": 12, "run.evaluate-every": 6}
-SETTINGS |= {"data.batch": 150, "data.block": 32, "data.max-broken": 0.05, "run.timeout": 60, "checkpoint.every": 0}
+SETTINGS |= {"data.batch": 150, "data.chunk_rows": 32, "data.max-broken": 0.05, "run.timeout": 60, "checkpoint.every": 0}
 
 
 def write_day(path, lines, seed, *, bad=()):
@@ -41,7 +41,7 @@ def days(tmp_path_factory):
     return folder
 
 
-def train_and_draw(directory, days, *args):
+def train_with_plots(directory, days, *args):
     torch.manual_seed(hash(str(directory)) % 2**31)
     settings = [text for name, value in SETTINGS.items() for text in (f"--{name}", str(value))]
     data = ["--data.source", str(days / "day_0"), "--data.test", str(days / "day_1"), "--data.parts", "0.8", "0.1", "0.1"]
@@ -50,40 +50,42 @@ def train_and_draw(directory, days, *args):
 
 def train(directory, days, *args):
     with skip_plots():
-        train_and_draw(directory, days, *args)
+        train_with_plots(directory, days, *args)
 
 
 MAPPED = ["--data.ids", "mapped", "--data.seen", "2", "--data.eviction", "least_recent"]
 
 
 @pytest.mark.parametrize("ids", [["--data.ids", "hashed"], MAPPED], ids=["hashed", "mapped"])
-def test_streams_obey_the_law_and_go_on_after_a_stop(ranks, days, tmp_path, ids):
+def test_streamed_runs_obey_the_law_and_continue_after_a_stop(ranks, days, tmp_path, ids):
     ranks(train, tmp_path / "one", days, *ids, world_size=1, timeout=60)
     ranks(train, tmp_path / "many", days, *ids, "--run.stop-after", "5", world_size=3, timeout=60)
     ranks(train, tmp_path / "many", days, *ids, world_size=2, timeout=60)  # another number of ranks
-    assert furthest(losses(tmp_path / "many"), losses(tmp_path / "one")) < 1e-5
-    assert furthest(summary(tmp_path / "many"), summary(tmp_path / "one")) < 1e-4
-    assert summary(tmp_path / "one")["test/rows"] == 395 and summary(tmp_path / "one")["test/bad_rows"] == 5
+    assert largest_difference(read_losses(tmp_path / "many"), read_losses(tmp_path / "one")) < 1e-5
+    assert largest_difference(read_summary(tmp_path / "many"), read_summary(tmp_path / "one")) < 1e-4
+    assert read_summary(tmp_path / "one")["test/rows"] == 395 and read_summary(tmp_path / "one")["test/bad_rows"] == 5
     reports = [(tmp_path / name / "report.html").read_text() for name in ("one", "many")]
     pattern = r"(\d+ of [\d,]+) rows skipped. wrong number of columns: \d+, such as day_0 \(line"
     counted = [re.search(pattern, text)[1] for text in reports]
-    assert counted[0] == counted[1] and int(counted[0].split()[0]) > 10  # what each rank has read, in both starts, counts once
+    assert (
+        counted[0] == counted[1] and int(counted[0].split()[0]) > 10
+    )  # the rows that each rank has read, in both starts, count once
 
-    figures, kept = evaluate_run(Options(tmp_path / "many"), ALONE)
-    assert furthest(figures, {name: kept[name] for name in figures}) < 1e-5
+    metrics, saved = evaluate_run(Options(tmp_path / "many"), ALONE)
+    assert largest_difference(metrics, {name: saved[name] for name in metrics}) < 1e-5
     exported = read_export(tmp_path / "many/export")
     assert bool(exported.model.tables.maps) == (ids == MAPPED)
 
 
 def test_mapped_ids_have_rows_of_their_own(days, tmp_path):
-    """All of them: a map of many shards would be full in one while others have room."""
-    train_and_draw(tmp_path / "run", days, "--data.ids", "mapped", "--data.seen", "1")
+    """All of them get one. In a map of many shards one shard would be full while others have room."""
+    train_with_plots(tmp_path / "run", days, "--data.ids", "mapped", "--data.seen", "1")
     maps = read_export(tmp_path / "run/export").model.tables.maps
     rows = maps["map_C1"].eval()(torch.tensor([x for x in range(50) if x % 7] + [-1]))
     assert len(rows.unique()) == 43 and int(rows.min()) > 0  # 0 to 49 without multiples of 7, and the blank
 
 
-def complaint(directory, days, *args):
+def train_and_catch(directory, days, *args):
     with pytest.raises(Exception) as error:
         train(directory, days, *args)
     return str(error.value)
@@ -91,27 +93,27 @@ def complaint(directory, days, *args):
 
 def test_bad_lines_stop_a_run_on_all_ranks(ranks, days, tmp_path):
     found = ranks(
-        complaint, tmp_path / "run", days, "--data.max-broken", "0.001", "--run.log-every", "2", world_size=2, timeout=60
+        train_and_catch, tmp_path / "run", days, "--data.max-broken", "0.001", "--run.log-every", "2", world_size=2, timeout=60
     )
     assert found[0] == found[1] and "wrong number of columns" in found[0] and "This is more than the 0.001" in found[0]
 
 
-def test_a_test_without_labels_is_no_test(days, tmp_path):
+def test_test_files_without_labels_raise(days, tmp_path):
     other = tmp_path / "days"
     shutil.copytree(days, other)
     write_day(other / "day_1", 100, 2, bad=range(100))
-    assert "100 of 100 rows of test skipped" in complaint(tmp_path / "run", other)
+    assert "100 of 100 rows of test skipped" in train_and_catch(tmp_path / "run", other)
 
 
-def test_changed_data_is_not_gone_on_with(days, tmp_path):
+def test_run_does_not_continue_on_changed_data(days, tmp_path):
     other = tmp_path / "days"
     shutil.copytree(days, other)
     train(tmp_path / "run", other, "--run.stop-after", "3")
     write_day(other / "day_0", 1200, 5)
-    assert "is not what the run began with" in complaint(tmp_path / "run", other)
+    assert "has changed since the run began" in train_and_catch(tmp_path / "run", other)
 
 
 def test_too_few_lines_say_what_to_do(days, tmp_path):
-    assert "make smaller blocks (data.block)" in complaint(tmp_path / "run", days, "--data.block", "2000")
+    assert "make smaller chunks (data.chunk_rows)" in train_and_catch(tmp_path / "run", days, "--data.chunk-rows", "2000")
     saved = json.loads((tmp_path / "run/config.json").read_text())
-    assert saved["config"]["data"]["block"] == 2000
+    assert saved["config"]["data"]["chunk_rows"] == 2000
