@@ -22,7 +22,7 @@ from benchmarks.embedding.workload import Workload as TableWorkload
 from benchmarks.harness.measure import StepCosts, StepTimes, measure_costs, time_steps
 from unisono_models.recommender.config import ModelConfig
 from unisono_models.recommender.data.features import Feature
-from unisono_models.recommender.model.heads import Dlrm, HeadInputs, HeadShape
+from unisono_models.recommender.model.heads import DLRM, HeadInputs, HeadShape
 
 Optimizer = Literal["row-wise Adagrad", "Adagrad"]
 
@@ -31,7 +31,7 @@ DENSE = "dense part alone"
 NUMBERS = 13  # numeric features
 CLICKS = 0.25  # of the rows
 DENSE_LR = 1e-3
-WIDTH = DIM - Dlrm.linear  # of the vectors: if the head has linear terms, a row of a table also holds its weight
+WIDTH = DIM - DLRM.linear  # of the vectors: if the head has linear terms, a row of a table also holds its weight
 MODEL = ModelConfig(kind="dlrm", dim=WIDTH, bottom=(512, 256), hidden=(512, 256), dropout=0.0, input_dropout=0.0)
 CHECKED_STEPS = BATCHES + 2  # the last two repeat batches whose rows have changed by then
 
@@ -135,11 +135,11 @@ class Dense:
         return loss.detach()
 
 
-def make_head() -> Dlrm:
+def make_head() -> DLRM:
     """Build the dense part: with the same first weights on every rank and for every contender."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Dlrm(HeadShape(TABLES, WIDTH, NUMBERS, MODEL))
+        return DLRM(HeadShape(TABLES, WIDTH, NUMBERS, MODEL))
 
 
 def dense_optimizer(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
