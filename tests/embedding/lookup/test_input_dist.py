@@ -47,7 +47,7 @@ def all_tensors_of_a_request_are_on_one_device() -> None:
         return kernels.deduplicate(torch.empty(0, dtype=keys.dtype))  # torch cannot sort on meta
 
     with mock.patch.object(input_dist, "deduplicate", deduplicate):
-        features = [(input_dist.FeatureIds("weight", 0, ids, ids, None, None), True)]
+        features = [input_dist.FeatureIds("weight", 0, ids, ids, owner_pools=True)]
         input_dist.make_request(storage.groups[0], features, storage.row_numberings)
     assert seen == [ids.device]
 

@@ -79,7 +79,7 @@ class EmbeddingCollection(EngineModule):
                 f"{function}: tables cannot be called {taken}, since torch.nn.ModuleDict has attributes of these names"
             )
         if sparse and optimizer is not None:
-            raise ValueError(f"{function}: sparse=True is about gradients, which a fused optimizer leaves none of")
+            raise ValueError(f"{function}: sparse=True is about gradients, but a fused optimizer leaves none")
         dtype = dtype or torch.get_default_dtype()
         if plan == "auto":
             plan = plan_tables(

@@ -21,6 +21,7 @@ from unisono.collectives.checks import describe
 from unisono.collectives.groups import GroupRanks, process_group, resolve_group
 from unisono.collectives.sizes import all_gather_metadata
 from unisono.embedding.hashing import splitmix64
+from unisono.embedding.sharding.layouts import chunk, chunk_size
 
 Eviction = Literal["least_recent", "least_frequent"]
 _EMPTY, _REMOVED = -1, -2  # instead of a slot; a search goes on past a removed one
@@ -104,7 +105,7 @@ class IdMap(nn.Module):
         ranks = resolve_group(self.group)
         error = self._input_error(ids) or self._hold_shards(ranks)
         mine = _distinct_ids(torch.empty(0, dtype=torch.int64) if error else ids.reshape(-1).to(torch.int64))
-        owners = _divide_range(mine.hashes, self.shards) // self._shards_per_rank(ranks)
+        owners = _divide_range(mine.hashes, self.shards) // chunk_size(self.shards, ranks.size)
         send = owners.bincount(minlength=ranks.size).tolist()
         same = f"{self.extra_repr()}, training={self.training}, call {self._calls}"
         table = all_gather_metadata("IdMap", ids if error else mine.ids, 0, ranks, extra=send, same=same, problem=error)
@@ -194,14 +195,9 @@ class IdMap(nn.Module):
         device = self.reassigned.device
         return _Slots(run, shards=self.shards, rows=self.capacity - 1, candidates=self.candidates, device=device)
 
-    def _shards_per_rank(self, ranks: GroupRanks) -> int:
-        """The last ranks may have fewer, as in a DTensor."""
-        return -(-self.shards // ranks.size)
-
     def _hold_shards(self, ranks: GroupRanks) -> str:
         """Make room for this rank's shards, now that the ranks are known; or say what is wrong."""
-        count = self._shards_per_rank(ranks)
-        run = range(self.shards)[ranks.rank * count :][:count]
+        run = range(*chunk(self.shards, ranks.size, ranks.rank))  # as DTensor divides them
         before = self._slots
         if run == before.run:
             return ""

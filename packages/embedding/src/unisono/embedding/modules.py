@@ -31,7 +31,7 @@ class _OneTableModule(EngineModule, ShardedTable):
         device = torch.empty(0, device=options.pop("device")).device  # with its index
         dtype = options.pop("dtype") or torch.get_default_dtype()
         if options["sparse"] and optimizer is not None:
-            raise ValueError(f"{function}: sparse=True is about gradients, which a fused optimizer leaves none of")
+            raise ValueError(f"{function}: sparse=True is about gradients, but a fused optimizer leaves none")
         shared = LookupOptions(function, dtype=dtype, device=device, **options)
         engine = LookupEngine([table], [as_layout(plan, function)], shared, optimizer, group)
         ShardedTable.__init__(self, table, engine.storage.layouts[0], engine.storage.ranks, plain=options["sparse"])

@@ -262,7 +262,7 @@ def _pack(
     tried: list[tuple[int, list[PlacedOption]]] = []
     bounds = [int(part * even) for part in _EVENNESS]
     for room in [*(bound for bound in bounds if bound < cap), cap]:
-        short = "no rank has room for it whole" if room == cap else "spreads memory"
+        short = "no rank has room for it whole" if room == cap else "balances memory"
         for limit in _LIMITS:
             found = _try(worth_trying, order, world_size, room, short, _UNLIMITED if limit is None else int(limit * mean))
             tried += [] if found is None else [found]

@@ -1,4 +1,4 @@
-"""Bags of ids: the input of a collection, one Ragged for each feature."""
+"""Bags of ids: the input of a collection, one Ragged for each feature. Other forms of input are read here, too."""
 
 from __future__ import annotations
 

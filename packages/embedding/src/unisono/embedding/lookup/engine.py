@@ -51,8 +51,7 @@ class LookupEngine:
     def start(self, inputs: Mapping[str, Ragged], ranks: GroupRanks, error: str = "") -> DistributedInput:
         """Do all that does not need the last values of the tables. `ranks`: those of the storage, perhaps by another group."""
         outgoing, incoming = input_dist(self.storage, inputs, ranks, error)
-        modes = [table.mode for table in self.storage.tables]
-        return DistributedInput(incoming, [plan_pooling(request, modes) for request in outgoing])
+        return DistributedInput(incoming, [plan_pooling(request) for request in outgoing])
 
     @disable_compile
     def finish(self, inputs: DistributedInput) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from unisono.collectives import MismatchError, all_to_all_single
 from unisono.collectives.checks import validate_across_ranks
 from unisono.collectives.groups import GroupRanks, as_group, is_fake_group, process_group, small_message_device
 from unisono.embedding.lookup.kernels import Deduplicated, deduplicate
-from unisono.embedding.lookup.storage import ShardStorage
+from unisono.embedding.lookup.storage import GroupShard, ShardStorage
 from unisono.embedding.ragged import Ragged, ragged_error
 from unisono.embedding.sharding.table_groups import RowNumbering, TableGroup
 from unisono.embedding.table import Table
@@ -40,8 +40,10 @@ class FeatureIds(NamedTuple):
     table: int
     ids: Tensor
     lengths: Tensor  # of the bags; not used without pooling
-    weights: Tensor | None
-    keep: Tensor | None  # which ids are pooled; None: all
+    weights: Tensor | None = None
+    keep: Tensor | None = None  # which ids are pooled; None: all
+    is_mean: bool = False
+    owner_pools: bool = False  # the owner of the rows sums the bags
 
 
 @dataclass
@@ -89,6 +91,8 @@ class OutgoingRequest:
 class IncomingRequest:
     """What all ranks request from this rank's shard of one table group, rank after rank: rows, then bags."""
 
+    group: TableGroup
+    shard: GroupShard | None  # None: this rank holds nothing of the group
     rows: Tensor  # of the group shard
     lengths: Tensor | None  # of the bags, where a single row is a bag of one; None: only single rows
     weights: Tensor | None  # one for each of `rows`
@@ -120,54 +124,51 @@ def input_dist(
     differentiates = torch.is_grad_enabled() and storage.requires_grad()
     same = f"features {', '.join(calls)}; gradients: {differentiates}"
     counts = _exchange_counts(options.function, outgoing, ranks, same=same, error=error, device=options.device)
-    weight_dtype = torch.float64 if options.dtype == torch.float64 else torch.float32
-    return outgoing, _exchange_rows(outgoing, counts, ranks, weight_dtype=weight_dtype, device=options.device)
+    return outgoing, _exchange_rows(storage, outgoing, counts, ranks)
 
 
 # What to request
 
 
 def _make_requests(storage: ShardStorage, inputs: Mapping[str, Ragged]) -> list[OutgoingRequest]:
-    by_table: dict[int, list[tuple[FeatureIds, bool]]] = {}
+    by_table: dict[int, list[FeatureIds]] = {}
     for name, bags in inputs.items():
         number = storage.table_of_feature[name]
-        found = remove_padding(name, number, storage.tables[number], bags)
-        by_table.setdefault(number, []).append((found, storage.owner_pools(number, found.weights)))
+        by_table.setdefault(number, []).append(_read_feature(storage, name, number, bags))
     return [
-        make_request(group, [pair for number in group.tables for pair in by_table.get(number, ())], storage.row_numberings)
+        make_request(group, [x for number in group.tables for x in by_table.get(number, ())], storage.row_numberings)
         for group in storage.groups
     ]
 
 
-def remove_padding(feature: str, number: int, table: Table, ragged: Ragged) -> FeatureIds:
+def _read_feature(storage: ShardStorage, name: str, number: int, ragged: Ragged) -> FeatureIds:
     """Take the padding out of the bags. With max_norm its row is still requested, since a look-up renormalises it."""
-    ids, lengths, weights = ragged.values, ragged.lengths(), ragged.weights
+    table = storage.tables[number]
+    ids, weights = ragged.values, ragged.weights
+    owner_pools = storage.owner_pools(number, weights)
+    found = FeatureIds(name, number, ids, ragged.lengths(), weights, None, table.mode == "mean", owner_pools)
     if table.padding_idx is None or table.mode is None:
-        return FeatureIds(feature, number, ids, lengths, weights, None)
+        return found
     keep = ids != table.padding_idx
     if bool(keep.all()):
-        return FeatureIds(feature, number, ids, lengths, weights, None)
+        return found
     kept_before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
     lengths = kept_before.index_select(0, ragged.offsets).diff()
-    weights = None if weights is None else weights[keep]
-    if table.max_norm is not None:
-        return FeatureIds(feature, number, ids, lengths, weights, keep)
-    return FeatureIds(feature, number, ids[keep], lengths, weights, None)
+    found = found._replace(lengths=lengths, weights=None if weights is None else weights[keep])
+    return found._replace(ids=ids[keep]) if table.max_norm is None else found._replace(keep=keep)
 
 
-def make_request(
-    group: TableGroup, features: Sequence[tuple[FeatureIds, bool]], numberings: Sequence[RowNumbering]
-) -> OutgoingRequest:
-    """Deduplicate the ids. `features`: each with whether its owner sums the bags. `numberings`: of all tables."""
-    by_rows = [x for x, owner_pools in features if not owner_pools]
+def make_request(group: TableGroup, features: Sequence[FeatureIds], numberings: Sequence[RowNumbering]) -> OutgoingRequest:
+    """Deduplicate the ids. `features`: of the tables of the group. `numberings`: of all tables."""
+    by_rows = [x for x in features if not x.owner_pools]
     by_bags: list[list[FeatureIds]] = [[] for _ in group.shards]
-    for x, owner_pools in features:
-        if owner_pools:
+    for x in features:
+        if x.owner_pools:
             by_bags[group.starts[x.table][0][0]].append(x)
     bases = group.bases
     dtype = torch.int32 if bases[-1] < 2**31 else torch.int64
     group_rows = [numberings[x.table].to_group_rows(x.ids, dtype) for x in by_rows]
-    device = features[0][0].ids.device if features else None
+    device = features[0].ids.device if features else None
     dedup = deduplicate(torch.cat(group_rows) if group_rows else torch.empty(0, dtype=dtype, device=device))
     if len(bases) == 2:
         cuts = [0, dedup.unique.numel()]
@@ -267,14 +268,10 @@ def _exchange_counts(
 
 
 def _exchange_rows(
-    outgoing: Sequence[OutgoingRequest],
-    counts: Sequence[Sequence[int]],
-    ranks: GroupRanks,
-    *,
-    weight_dtype: torch.dtype,
-    device: torch.device,
+    storage: ShardStorage, outgoing: Sequence[OutgoingRequest], counts: Sequence[Sequence[int]], ranks: GroupRanks
 ) -> list[IncomingRequest]:
-    """Send every rank what is requested from it. `counts`: of _exchange_counts. `weight_dtype`: in which weights travel."""
+    """Send every rank what is requested from it. `counts`: of _exchange_counts."""
+    weight_dtype = torch.float64 if storage.options.dtype == torch.float64 else torch.float32
     dtype = torch.int32 if all(max(request.group.heights) < 2**31 for request in outgoing) else torch.int64
     rows = [request.shard_rows().to(dtype) for request in outgoing]
     rows_only = len(outgoing) == 1 and outgoing[0].is_rows_only  # a message is the rows alone: no loop over ranks
@@ -288,7 +285,7 @@ def _exchange_rows(
             for rank in range(ranks.size)
         ]
         parts = [part for message in messages for part in message]
-        flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
+        flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=storage.options.device)
         send = [sum(part.numel() for part in message) for message in messages]
         sizes = [[_part_sizes(x, row[3 * k : 3 * k + 3], weight_dtype) for k, x in enumerate(outgoing)] for row in counts]
         receive = [sum(map(sum, row)) for row in sizes]
@@ -297,10 +294,10 @@ def _exchange_rows(
         if is_fake_group(process_group(ranks)):  # it moves nothing: row 0 stands for whatever the others would request
             flat = torch.zeros_like(flat)
     if rows_only:
-        return [IncomingRequest(flat, None, None, None, receive)]
+        return [IncomingRequest(outgoing[0].group, storage.shards[0], flat, None, None, None, receive)]
     pieces = iter(flat.split_with_sizes([size for row in sizes for group_sizes in row for size in group_sizes]))
     received = [[[next(pieces) for _ in range(5)] for _ in outgoing] for _ in counts]
-    return [_read_messages([row[k] for row in received], x, weight_dtype) for k, x in enumerate(outgoing)]
+    return [_read_messages([row[k] for row in received], x, storage.shards[k], weight_dtype) for k, x in enumerate(outgoing)]
 
 
 def _shard_on(group: TableGroup, rank: int, ranks: GroupRanks) -> int | None:
@@ -349,13 +346,15 @@ def _part_sizes(request: OutgoingRequest, counts: Sequence[int], weight_dtype: t
     return rows, rows * request.group.key.scale_grad_by_freq, ids, bags, ids * words * request.has_bag_weights
 
 
-def _read_messages(messages: list[list[Tensor]], request: OutgoingRequest, weight_dtype: torch.dtype) -> IncomingRequest:
+def _read_messages(
+    messages: list[list[Tensor]], request: OutgoingRequest, shard: GroupShard | None, weight_dtype: torch.dtype
+) -> IncomingRequest:
     """`messages`: from each rank, the five parts for the table group of `request`."""
     response_counts = [rows.numel() + lengths.numel() for rows, _, _, lengths, _ in messages]
     rows = torch.cat([part for single, _, ids, _, _ in messages for part in (single, ids)])
     frequencies = torch.cat([part for _, part, _, _, _ in messages]) if request.group.key.scale_grad_by_freq else None
     if not any(lengths.numel() for _, _, _, lengths, _ in messages):
-        return IncomingRequest(rows, None, None, frequencies, response_counts)
+        return IncomingRequest(request.group, shard, rows, None, None, frequencies, response_counts)
     lengths = torch.cat([part for single, _, _, bags, _ in messages for part in (torch.ones_like(single), bags)])
     weights = None
     if request.has_bag_weights:
@@ -363,4 +362,4 @@ def _read_messages(messages: list[list[Tensor]], request: OutgoingRequest, weigh
         for single, _, _, _, bits in messages:
             parts += [torch.ones_like(single, dtype=weight_dtype), bits.to(torch.int32).clone().view(weight_dtype)]
         weights = torch.cat(parts)
-    return IncomingRequest(rows, lengths, weights, frequencies, response_counts)
+    return IncomingRequest(request.group, shard, rows, lengths, weights, frequencies, response_counts)

@@ -8,7 +8,6 @@ it becomes the gradient of the table's parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,23 +23,13 @@ from unisono.embedding.optimizers import FusedUpdate, GradientConsumer, Paramete
 from unisono.embedding.sharding.table_groups import TableGroup
 
 
-@dataclass
-class GroupLookup:
-    """All that is requested from this rank in one table group."""
-
-    group: TableGroup
-    shard: GroupShard | None
-    request: IncomingRequest
-
-
 def lookup(storage: ShardStorage, incoming: Sequence[IncomingRequest]) -> Tensor:
     """Read what all ranks request from this one, flat: rank after rank, table group after table group."""
     storage.follow_parameters()
-    lookups = [GroupLookup(*each) for each in zip(storage.groups, storage.shards, incoming, strict=True)]
-    for each in lookups:
-        if each.group.key.max_norm is not None:
+    for request in incoming:
+        if request.group.key.max_norm is not None:
             with torch.no_grad():
-                _renormalise(each, storage.ranks, storage.options.dtype)
+                _renormalise(request, storage.ranks, storage.options.dtype)
     parameters: list[Tensor] = [module.weight for module in storage.modules]
     consumer: GradientConsumer
     if storage.optimizer is None:
@@ -51,12 +40,12 @@ def lookup(storage: ShardStorage, incoming: Sequence[IncomingRequest]) -> Tensor
         parameters = [torch.zeros((), requires_grad=len(frozen) < len(parameters))]  # only ties the output into the graph
     factor = 1 / storage.ranks.size if storage.options.grad_reduce == "mean" else 1.0
     like = torch.empty(0, dtype=storage.options.dtype, device=storage.options.device)
-    flat: Tensor = LookupFunction.apply(lookups, storage.ranks, factor, consumer, like, *parameters)
+    flat: Tensor = LookupFunction.apply(incoming, storage.ranks, factor, consumer, like, *parameters)
     return flat
 
 
 class LookupFunction(torch.autograd.Function):
-    """forward(lookups, ranks, factor, consumer, like, *parameters): the responses to all ranks, flat, rank after rank, table
+    """forward(incoming, ranks, factor, consumer, like, *parameters): the responses to all ranks, flat, rank after rank, table
     group after table group. `parameters` only tie the output into the graph; `like` gives dtype and device.
 
     Backward: the gradient of each row that was requested, summed over all ranks and times `factor`, goes to the consumer.
@@ -65,31 +54,31 @@ class LookupFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        lookups: list[GroupLookup],
+        incoming: Sequence[IncomingRequest],
         ranks: GroupRanks,
         factor: float,
         consumer: GradientConsumer,
         like: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.lookups, ctx.ranks, ctx.factor, ctx.consumer = lookups, ranks, factor, consumer
-        ctx.save_for_backward(*(each.request.rows for each in lookups))
-        held = [each for each in lookups if each.shard is not None]
-        found = [_read_rows(each) for each in held]
+        ctx.incoming, ctx.ranks, ctx.factor, ctx.consumer = incoming, ranks, factor, consumer
+        ctx.save_for_backward(*(request.rows for request in incoming))
+        held = [request for request in incoming if request.shard is not None]
+        found = [_read_rows(request) for request in held]
         if len(found) == 1:
             return found[0].reshape(-1)
         if not found:
             return like.new_empty(0)
-        blocks = [rows.split_with_sizes(each.request.response_counts) for rows, each in zip(found, held, strict=True)]
+        blocks = [rows.split_with_sizes(request.response_counts) for rows, request in zip(found, held, strict=True)]
         return torch.cat([block[rank].reshape(-1) for rank in range(ranks.size) for block in blocks])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # raises in a second backward, as torch's own functions do
-        held = [each for each in ctx.lookups if each.shard is not None]
-        widths = [each.shard.weight.shape[1] for each in held]
-        counts = [each.request.response_counts for each in held]
+        held = [request for request in ctx.incoming if request.shard is not None]
+        widths = [request.shard.weight.shape[1] for request in held]
+        counts = [request.response_counts for request in held]
         if len(held) == 1:
             grads = [grad.reshape(sum(counts[0]), widths[0])]
         else:
@@ -98,23 +87,25 @@ class LookupFunction(torch.autograd.Function):
             grads = [torch.cat(blocks[k :: len(held)]).view(sum(counts[k]), widths[k]) for k in range(len(held))]
         ctx.consumer.begin()
         remaining = iter(grads)
-        for each in ctx.lookups:  # in the same order on all ranks, since some of it communicates
-            own = grad.new_empty((0, 0)) if each.shard is None else next(remaining)
-            _consume_gradients(each, own, ctx.factor, ctx.consumer, ctx.ranks)
+        for request in ctx.incoming:  # in the same order on all ranks, since some of it communicates
+            own = grad.new_empty((0, 0)) if request.shard is None else next(remaining)
+            _consume_gradients(request, own, ctx.factor, ctx.consumer, ctx.ranks)
         return None, None, None, None, None, *ctx.consumer.results()
 
 
-def _read_rows(each: GroupLookup) -> Tensor:
-    assert each.shard is not None
-    weight, request = each.shard.weight, each.request
+def _read_rows(request: IncomingRequest) -> Tensor:
+    assert request.shard is not None
+    weight = request.shard.weight
     if request.lengths is None:
         return weight.index_select(0, request.rows)
     return sum_bags(weight, request.rows, request.lengths.cumsum(0) - request.lengths, request.weights)
 
 
-def _consume_gradients(each: GroupLookup, grads: Tensor, factor: float, consumer: GradientConsumer, ranks: GroupRanks) -> None:
+def _consume_gradients(
+    request: IncomingRequest, grads: Tensor, factor: float, consumer: GradientConsumer, ranks: GroupRanks
+) -> None:
     """`grads`: of the responses. If this rank has no shard they are empty, but have the right dtype and device."""
-    group, shard, request = each.group, each.shard, each.request
+    group, shard = request.group, request.shard
     rows, bags, weights, frequencies = request.rows, request.bags(), request.weights, request.frequencies
     if group.is_replicated and ranks.size > 1:  # first the sums of this rank, then those of all
         dedup = deduplicate(rows)
@@ -180,9 +171,9 @@ def _reduce_over_columns(values: Tensor, group: TableGroup, ranks: GroupRanks, *
     return total
 
 
-def _renormalise(each: GroupLookup, ranks: GroupRanks, dtype: torch.dtype) -> None:
+def _renormalise(request: IncomingRequest, ranks: GroupRanks, dtype: torch.dtype) -> None:
     """Shorten the requested rows to max_norm, in place, as torch.embedding_renorm_ does; chunks of columns share one norm."""
-    group, shard, rows = each.group, each.shard, each.request.rows
+    group, shard, rows = request.group, request.shard, request.rows
     assert group.key.max_norm is not None
     if group.is_replicated and ranks.size > 1:
         rows = all_gather(rows, group=as_group(ranks))

@@ -21,7 +21,6 @@ from unisono.embedding.lookup.kernels import sum_bags, sum_duplicates
 from unisono.embedding.lookup.storage import ShardStorage
 
 _BLOCK = 16384  # ids whose rows are held at once for the gradient of their weights
-Modes = Sequence[str | None]  # of each table
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Pooling:
         return any(x.keep is not None for x in self.request.by_rows)
 
 
-def plan_pooling(request: OutgoingRequest, modes: Modes) -> Pooling:
+def plan_pooling(request: OutgoingRequest) -> Pooling:
     """Prepare what can be known before the rows are there."""
     by_rows = request.by_rows
     index = request.dedup.inverse()
@@ -62,8 +61,8 @@ def plan_pooling(request: OutgoingRequest, modes: Modes) -> Pooling:
         bags = torch.full_like(index, lengths.numel()).masked_scatter_(keep, bags)
         index = index[keep]
     divisors = None
-    if any(modes[x.table] == "mean" for x in by_rows):
-        counts = [x.lengths if modes[x.table] == "mean" else torch.ones_like(x.lengths) for x in by_rows]
+    if any(x.is_mean for x in by_rows):
+        counts = [x.lengths if x.is_mean else torch.ones_like(x.lengths) for x in by_rows]
         divisors = torch.cat(counts).clamp(min=1)
     return Pooling(request, index, lengths, divisors, bags)
 
@@ -72,10 +71,9 @@ def output_dist(
     storage: ShardStorage, flat: Tensor, incoming: Sequence[IncomingRequest], poolings: list[Pooling]
 ) -> dict[str, Tensor]:
     """Send the rows that `lookup` read to the ranks that requested them, and pool what arrives: a tensor for each feature."""
-    modes = [table.mode for table in storage.tables]
     received = _exchange_responses(storage, flat, incoming, poolings)
     weights = [_join_weights(pooling.request, received) for pooling in poolings]
-    outputs = PoolFunction.apply(received, modes, storage.ranks.rank, storage.ranks.size, poolings, *weights)
+    outputs = PoolFunction.apply(received, storage.ranks.rank, storage.ranks.size, poolings, *weights)
     names: list[str] = []
     for pooling in poolings:
         names += [x.feature for x in pooling.request.by_rows]
@@ -90,10 +88,9 @@ def _exchange_responses(
     if ranks.size == 1:
         return flat
     send = [0] * ranks.size
-    for shard, request in zip(storage.shards, incoming, strict=True):
-        for rank, count in enumerate(request.response_counts if shard is not None else ()):
-            assert shard is not None
-            send[rank] += count * shard.weight.shape[1]
+    for request in incoming:
+        width = 0 if request.shard is None else request.shard.weight.shape[1]
+        send = [size + count * width for size, count in zip(send, request.response_counts, strict=True)]
     receive = [0] * ranks.size
     for pooling in poolings:
         group = pooling.request.group
@@ -119,7 +116,7 @@ def _join_weights(request: OutgoingRequest, like: Tensor) -> Tensor | None:
 class PoolFunction(torch.autograd.Function):
     """Make the features of all table groups from the responses of all ranks.
 
-    forward(flat, modes, rank, world_size, poolings, *weights): `flat` has, from each rank in turn, for each table group, the
+    forward(flat, rank, world_size, poolings, *weights): `flat` has, from each rank in turn, for each table group, the
     rows and sums of its shard; `weights`: the joined weights of request.by_rows of each pooling, or None. Returns the features
     of all poolings: those pooled here, then those that their owners summed, group shard by group shard.
 
@@ -129,9 +126,9 @@ class PoolFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, flat: Tensor, modes: Modes, rank: int, world_size: int, poolings: list[Pooling], *weights: Tensor | None
+        ctx: Any, flat: Tensor, rank: int, world_size: int, poolings: list[Pooling], *weights: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ctx.modes, ctx.rank, ctx.poolings, ctx.dtype = modes, rank, poolings, flat.dtype
+        ctx.rank, ctx.poolings, ctx.dtype = rank, poolings, flat.dtype
         outputs: list[Tensor] = []
         saved_columns: list[list[Tensor]] = []
         all_maxima: list[Tensor | None] = []
@@ -142,8 +139,8 @@ class PoolFunction(torch.autograd.Function):
             pooled = _join_columns([out for out, _ in pieces])
             sizes = [(x.ids if pooling.lengths is None else x.lengths).numel() for x in pooling.request.by_rows]
             outputs += pooled.split_with_sizes(sizes) if sizes else []
-            outputs += _read_sums(columns, pooling.request, modes)
-            saved_columns.append(columns if ctx.needs_input_grad[5 + k] else [])  # for the gradient of the weights
+            outputs += _read_sums(columns, pooling.request)
+            saved_columns.append(columns if ctx.needs_input_grad[4 + k] else [])  # for the gradient of the weights
         saved = [*weights, *(x for columns in saved_columns for x in columns), *all_maxima]
         ctx.save_for_backward(flat.new_empty(0), *saved)  # never nothing: a second backward shall raise as torch's do
         ctx.column_counts = [len(columns) for columns in saved_columns]
@@ -163,7 +160,7 @@ class PoolFunction(torch.autograd.Function):
             request: OutgoingRequest = pooling.request
             edges = [0, *accumulate(request.group.key.widths)]
             pooled_grads = [next(remaining) for _ in request.by_rows]
-            sum_grads = [[_divide_mean(next(remaining), x, ctx.modes) for x in bags] for bags in request.by_bags]
+            sum_grads = [[_divide_mean(next(remaining), x) for x in bags] for bags in request.by_bags]
             no_grads = torch.zeros((0, edges[-1]), dtype=ctx.dtype, device=request.dedup.unique.device)
             joined = torch.cat(pooled_grads) if pooled_grads else no_grads
             if pooling.divisors is not None:
@@ -173,13 +170,13 @@ class PoolFunction(torch.autograd.Function):
                 columns = slice(edges[j], edges[j + 1])
                 rows = _row_gradients(joined[:, columns], pooling, all_weights[k], all_maxima[k][j])
                 if len(ctx.poolings) == 1 and request.is_rows_only:
-                    return rows.reshape(-1), None, None, None, None, *weight_grads
+                    return rows.reshape(-1), None, None, None, *weight_grads
                 for i, shard_grads in enumerate(sum_grads):
                     owner = request.group.owner(i, j, ctx.rank)
                     own_rows = rows[request.cuts[i] : request.cuts[i + 1]]
                     parts.setdefault((owner, k), []).extend([own_rows, *(grad[:, columns] for grad in shard_grads)])
         ordered = [part.reshape(-1) for place in sorted(parts) for part in parts[place]]
-        return torch.cat(ordered) if ordered else None, None, None, None, None, *weight_grads
+        return torch.cat(ordered) if ordered else None, None, None, None, *weight_grads
 
 
 def _join_columns(pieces: list[Tensor]) -> Tensor:
@@ -256,19 +253,17 @@ def _weight_gradient(columns: list[Tensor], grads: Tensor, pooling: Pooling, edg
     return out
 
 
-def _read_sums(columns: list[Tensor], request: OutgoingRequest, modes: Modes) -> list[Tensor]:
+def _read_sums(columns: list[Tensor], request: OutgoingRequest) -> list[Tensor]:
     """The features that came as sums, group shard by group shard."""
     found, start = [], 0
     for i, bags in enumerate(request.by_bags):
         start += request.row_count(i)
         for x in bags:
             end = start + x.lengths.numel()
-            found.append(_divide_mean(_join_columns([responses[start:end] for responses in columns]), x, modes))
+            found.append(_divide_mean(_join_columns([responses[start:end] for responses in columns]), x))
             start = end
     return found
 
 
-def _divide_mean(sums: Tensor, x: FeatureIds, modes: Modes) -> Tensor:
-    if modes[x.table] != "mean":
-        return sums
-    return sums / x.lengths.clamp(min=1)[:, None]
+def _divide_mean(sums: Tensor, x: FeatureIds) -> Tensor:
+    return sums / x.lengths.clamp(min=1)[:, None] if x.is_mean else sums
