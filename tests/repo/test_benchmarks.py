@@ -1,5 +1,7 @@
 """The cheap parts of scripts/benchmarks: command lines, and the report and plot of a committed results file."""
 
+import ast
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -30,6 +32,21 @@ def test_command_line_has_a_class_options_and_a_text(name, capsys):
     benchmark = benchmark_class(name)(quick=True)
     benchmark.validate()
     assert all(f"--{option.replace('_', '-')}" in shown for option in benchmark.options())
+
+
+def test_what_the_ranks_import_exists():
+    """Imports inside of functions run only in a benchmark, so a renamed module would go unnoticed."""
+    missing = []
+    for path in FOLDER.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("unisono", "unisono_models", "tests"):
+                found = importlib.import_module(node.module)
+                missing += [f"{path.name}: {node.module}.{a.name}" for a in node.names if not has_name(found, a.name)]
+    assert missing == []
+
+
+def has_name(module, name):
+    return hasattr(module, name) or importlib.util.find_spec(f"{module.__name__}.{name}") is not None
 
 
 def test_every_benchmark_is_in_the_readme_with_its_report_and_plot():
@@ -74,6 +91,21 @@ def test_results_survive_json(tmp_path):
     assert [m.contender for m in again.measurements] == ["a", "b"]
     assert again.measurements[1].wall.tolist() == [1.0, 2.0, 4.0]
     assert again.measurements[0]["ratio"] == {"median": 1.0, "least": 0.5, "most": 2.0}
+
+
+def test_rounds_are_combined_over_ranks():
+    from benchmarks.harness.measure import Seconds
+    from benchmarks.harness.results import combine_rounds
+
+    ranks = [
+        {"a": [Seconds(1.0, 2.0), Seconds(3.0, 4.0)], "untimed": []},
+        {"a": [Seconds(2.0, 4.0), Seconds(1.0, 0.0)], "untimed": []},
+    ]
+    found = combine_rounds("a case", "a", ranks, size=7)
+    assert found.wall.tolist() == [2000.0, 3000.0]  # ms of the slowest rank
+    assert found.cpu.tolist() == [3000.0, 2000.0]  # ms, the mean
+    assert found["size"] == 7
+    assert not combine_rounds("a case", "untimed", ranks).is_timed
 
 
 def test_turns_put_every_contender_first_and_after_each_other():

@@ -6,21 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.clip.contenders import (
-    CHECK_ROWS,
-    CONTENDERS,
-    MICRO_BATCH,
-    OPEN_CLIP_CUT,
-    OURS,
-    OURS_CONCEPTS,
-    OURS_CUT,
-    OURS_SIGMOID,
-    PEERS,
-    WORLD_SIZE,
-    measure,
-    time_round,
-    warm_up,
-)
+from benchmarks.clip import contenders
+from benchmarks.clip.contenders import CONTENDERS, OPEN_CLIP_CUT, OURS, OURS_CONCEPTS, OURS_CUT, OURS_SIGMOID, PEERS, WORLD_SIZE
 from benchmarks.harness.benchmark import Benchmark, Column, Section, Target, require_at_least
 from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.results import Measurement, Ratio, Results
@@ -83,10 +70,10 @@ class Clip(Benchmark):
             self.rounds(),
             {rows: [name for name in CONTENDERS if not reason_to_skip(name, rows)] for rows in self.rounds()},
             world_size=WORLD_SIZE,
-            measure=measure,
+            measure=contenders.measure,
             check=check_deviations,
-            warm_up=warm_up,
-            time_round=time_round,
+            warm_up=contenders.warm_up,
+            time_round=contenders.time_round,
             seconds=guess_seconds,
             label=lambda rows: f"batch {rows * WORLD_SIZE}",
             plain_malloc=self.plain_malloc,
@@ -100,7 +87,7 @@ class Clip(Benchmark):
         return {
             "towers": DESCRIPTION,
             "rounds": ", ".join(f"{n} at {case}" for case, n in rounds.items() if n),
-            "check_rows": CHECK_ROWS,
+            "check_rows": contenders.CHECK_ROWS,
             "loss": max(m["loss_deviation"] for m in results.measurements),
             "gradients": max(m["gradient_deviation"] for m in results.measurements),
         }
@@ -123,7 +110,9 @@ class Clip(Benchmark):
         sections = []
         for family in PEERS:
             rows = [m for m in results.measurements if CONTENDERS[m.contender].family == family]
-            sections.append(Section(f"{family} loss", columns, rows, label=lambda m: f"{m.case}: {m.contender}"))
+            sections.append(
+                Section(f"{family[0].upper()}{family[1:]} loss", columns, rows, label=lambda m: f"{m.case}: {m.contender}")
+            )
         return sections
 
     def targets(self, results: Results) -> list[Target]:
@@ -154,7 +143,7 @@ class Clip(Benchmark):
 def reason_to_skip(name: str, rows: int) -> str:
     contender = CONTENDERS[name]
     if not contender.can_take(rows):
-        return f"its {rows} rows on each rank are not two or more equal parts of {MICRO_BATCH}"
+        return f"its {rows} rows on each rank are not two or more equal parts of {contenders.MICRO_BATCH}"
     if (gigabytes := contender.gigabytes(rows)) > MAX_GIGABYTES:
         return f"about {gigabytes:.1f} GB on each rank"
     if (seconds := guess_seconds(name, rows)) > MAX_SECONDS:
@@ -164,7 +153,7 @@ def reason_to_skip(name: str, rows: int) -> str:
 
 def guess_seconds(name: str, rows: int) -> float:
     """Estimate the time of a step, for the progress bar and to leave out what takes too long."""
-    loss = 1e-7 * rows**2 * (rows / MICRO_BATCH if name == OPEN_CLIP_CUT else 1)
+    loss = 1e-7 * rows**2 * (rows / contenders.MICRO_BATCH if name == OPEN_CLIP_CUT else 1)
     return 0.05 + 1.4e-3 * rows + loss
 
 
@@ -172,7 +161,7 @@ def check_deviations(name: str, numbers: Mapping[str, float]) -> None:
     loss, gradients = numbers["loss_deviation"], numbers["gradient_deviation"]
     if not (loss <= LOSS_TOLERANCE and gradients <= GRADIENT_TOLERANCE):
         away = f"its first loss deviates from open_clip's by {loss:.1e} and its gradients by {gradients:.1e}"
-        raise SystemExit(f"{name}: with {CHECK_ROWS} rows on each rank {away}, so it computes something else")
+        raise SystemExit(f"{name}: with {contenders.CHECK_ROWS} rows on each rank {away}, so it computes something else")
 
 
 def batch(m: Measurement) -> int:

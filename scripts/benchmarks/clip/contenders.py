@@ -81,18 +81,18 @@ class OurStep:
     def __init__(self, **objective: Any) -> None:
         from benchmarks.clip.towers import make_clip
         from unisono_models.clip.config import ObjectiveConfig, OptimizerConfig
-        from unisono_models.clip.loss import Learner
+        from unisono_models.clip.loss import ClipTrainingModule
         from unisono_models.clip.optimizer import make_optimizer
         from unisono_models.training.config import ParallelConfig
         from unisono_models.training.distributed.launch import Ranks
         from unisono_models.training.distributed.parallel import parallelize
 
         self.ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
-        self.learner = Learner(make_clip(), ObjectiveConfig(**({"same_concept": "negative"} | objective)))
+        self.module = ClipTrainingModule(make_clip(), ObjectiveConfig(**({"same_concept": "negative"} | objective)))
         self.parallel = ParallelConfig()
-        self.model = parallelize(self.learner, self.parallel, self.ranks)
+        self.model = parallelize(self.module, self.parallel, self.ranks)
         self.settings = OptimizerConfig(LR, WEIGHT_DECAY, *BETAS, warmup=0)
-        self.optimizer: torch.optim.Optimizer = make_optimizer(self.learner, self.settings)
+        self.optimizer: torch.optim.Optimizer = make_optimizer(self.module, self.settings)
         self.clip_norm = CLIP_NORM
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -104,8 +104,8 @@ class OurStep:
         self.model.train()
         set_learning_rate(self.optimizer, self.settings, 0, 1000)
         with autocast_context(self.parallel, self.ranks):
-            losses = backward(self.model, self.learner, {**made, "step": 0, "seed": 0})
-        torch.nn.utils.clip_grad_norm_(self.learner.parameters(), self.clip_norm)
+            losses = backward(self.model, self.module, {**made, "step": 0, "seed": 0})
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return losses["loss"]
@@ -113,7 +113,7 @@ class OurStep:
     def parameters(self) -> dict[str, nn.Parameter]:
         from benchmarks.clip.towers import open_clip_name
 
-        return {open_clip_name(name): parameter for name, parameter in self.learner.named_parameters()}
+        return {open_clip_name(name): parameter for name, parameter in self.module.named_parameters()}
 
 
 class OpenClipStep:

@@ -94,7 +94,7 @@ class Embedding(TableBenchmark):
     and updates and measure its traffic and peak memory; then all take turns in every round, each time in fresh processes.
     Last, the cost on 1, 2 and 4 ranks. All contenders use the torch that TorchRec needs, in .venv-torchrec, which is made
     the first time. Takes about 15 minutes on two cores and 4 GB: leave the machine alone. --quick runs one round of 3 steps
-    with a hundredth of the rows.
+    with a hundredth of the rows, in processes that stay.
     """
 
     worlds: tuple[int, ...] = (1, 2, 4)
@@ -128,12 +128,13 @@ class Embedding(TableBenchmark):
             check=check_deviations,
             rounds=rounds,
             steps={name: min(steps, SLOW_STEPS) if CONTENDERS[name].is_slow else steps for name in self.ranks_of},
-            fresh=True,
+            fresh=not self.quick,
         )
         times: dict[tuple[int, str], list[list[StepTimes]]] = {(size, name): [] for name in scaled for size in sizes}
         for _ in range(min(rounds, 2)):
             for size, name in times:
-                found = ranks.run(f"{size} ranks: {name}", size, time, name, self.scale_setting, steps, True)
+                args = (size, time, name, self.scale_setting, steps, True)
+                found = ranks.run(f"{size} ranks: {name}", *args, fresh=not self.quick)
                 times[size, name].append(found)
         return measurements + [combine_steps(f"on {size}", name, found) for (size, name), found in times.items()]
 

@@ -12,25 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.embedding import workload
 from benchmarks.embedding.torchrec import TorchRecTables
-from benchmarks.embedding.workload import (
-    BATCHES,
-    CHECKED_STEPS,
-    DIM,
-    EPS,
-    FEATURES,
-    LR,
-    POOLINGS,
-    TABLES,
-    TINY,
-    WORLD_SIZE,
-    Optimizer,
-    Setting,
-    Workload,
-    deviation,
-    expected_outputs,
-    fill,
-)
+from benchmarks.embedding.workload import BATCHES, CHECKED_STEPS, DIM, EPS, FEATURES, LR, POOLINGS, Setting, Workload, fill
 from benchmarks.harness.measure import StepCosts, Stepper, StepTimes, measure_costs, run_steps, time_steps
 
 AUTO = "unisono, auto"
@@ -50,7 +34,7 @@ class TableStepper(Stepper, Protocol):
 
 class Contender(NamedTuple):
     make: Callable[[Workload], TableStepper]
-    optimizer: Optimizer = "row-wise Adagrad"
+    optimizer: workload.Optimizer = "row-wise Adagrad"
     half_wire: bool = False
     column_states: bool = False  # each rank's columns have their own optimizer state, so the updates differ
     one_process: bool = False  # which computes the batches of all ranks
@@ -219,18 +203,13 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 
-def own_ranks(one_process: bool) -> range:
-    """Return the ranks whose batches this process computes."""
-    return range(WORLD_SIZE) if one_process else range(dist.get_rank(), dist.get_rank() + 1)
-
-
 def make(name: str, setting: Setting) -> TableStepper:
     contender = CONTENDERS[name]
-    return contender.make(Workload(setting, own_ranks(contender.one_process), dist.get_world_size()))
+    return contender.make(Workload.of_this_process(setting, one_process=contender.one_process))
 
 
 def measure(name: str, setting: Setting) -> StepCosts:
-    return measure_costs(partial(make, name), partial(check, name), setting=setting, tiny=TINY, batches=BATCHES)
+    return measure_costs(partial(make, name), partial(check, name), setting=setting, tiny=workload.TINY, batches=BATCHES)
 
 
 def time(name: str, setting: Setting, steps: int, count_bytes_sent: bool = False) -> StepTimes:
@@ -250,11 +229,7 @@ def check(name: str, tables: Any) -> dict[str, Any]:
     run_steps(tables, CHECKED_STEPS)
     found += [outputs(step) for step in range(CHECKED_STEPS)]
     parts = tables.work.processes if contender.column_states else 1
-    expected = [expected_outputs(tables.work, table, contender.optimizer, parts) for table in range(TABLES)]
-    away = [deviation(each, [table[i] for table in expected]) for i, each in enumerate(found)]
-    worst = torch.tensor([away[0], max(away[1:])])
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    outputs_away, updates_away = worst.tolist()
+    outputs_away, updates_away = workload.output_deviations(found, tables.work, contender.optimizer, parts)
     return {
         "outputs_deviation": outputs_away,
         "updates_deviation": updates_away,

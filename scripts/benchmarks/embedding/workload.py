@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 Optimizer = Literal["row-wise Adagrad", "SGD"]
@@ -71,6 +72,12 @@ class Workload:
     def upstream(self) -> list[Tensor]:
         """The gradients of the pooled outputs of each table."""
         return [torch.cat([upstream(self.per_rank, table, rank) for rank in self.ranks]) for table in range(TABLES)]
+
+    @classmethod
+    def of_this_process(cls, setting: Setting, *, one_process: bool) -> Self:
+        """Make the batches of this rank; or of all ranks, if one process computes them all."""
+        own = range(WORLD_SIZE) if one_process else range(dist.get_rank(), dist.get_rank() + 1)
+        return cls(setting, own, dist.get_world_size())
 
     def unique_ids(self) -> int:
         return round(sum(len(ids.unique()) for tables in self.ids for ids in tables) / BATCHES)
@@ -145,7 +152,19 @@ def expected_outputs(work: Workload, table: int, optimizer: Optimizer, parts: in
     return outputs + [pool(ranks) for ranks in by_step]
 
 
-def deviation(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the norm of the difference as a fraction of the norm."""
-    difference = sum(float((a.double() - b).square().sum()) for a, b in zip(found, expected, strict=True))
-    return float((difference / sum(float(b.square().sum()) for b in expected)) ** 0.5)
+def output_deviations(
+    found: Sequence[Sequence[Tensor]], work: Workload, optimizer: Optimizer, parts: int
+) -> tuple[float, float]:
+    """Compare outputs, by step and table, with the expected ones: those of the first step, and those after two steps.
+
+    Returns the norm of the difference as a fraction of the norm, the largest over ranks.
+    """
+    expected = [expected_outputs(work, table, optimizer, parts) for table in range(TABLES)]
+    away = []
+    for step, tables in enumerate(found):
+        difference = sum(float((a.double() - b[step]).square().sum()) for a, b in zip(tables, expected, strict=True))
+        away.append((difference / sum(float(b[step].square().sum()) for b in expected)) ** 0.5)
+    worst = torch.tensor([away[0], max(away[1:])])
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    first, after_steps = worst.tolist()
+    return first, after_steps

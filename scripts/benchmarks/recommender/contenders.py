@@ -22,7 +22,7 @@ from benchmarks.embedding.workload import Workload as TableWorkload
 from benchmarks.harness.measure import StepCosts, StepTimes, measure_costs, time_steps
 from unisono_models.recommender.config import ModelConfig
 from unisono_models.recommender.data.features import Feature
-from unisono_models.recommender.model.heads import Dlrm, HeadInputs, HeadShape
+from unisono_models.recommender.model.heads import DLRM, HeadInputs, HeadShape
 
 Optimizer = Literal["row-wise Adagrad", "Adagrad"]
 
@@ -31,7 +31,7 @@ DENSE = "dense part alone"
 NUMBERS = 13  # numeric features
 CLICKS = 0.25  # of the rows
 DENSE_LR = 1e-3
-WIDTH = DIM - Dlrm.linear  # of the vectors: if the head has linear terms, a row of a table also holds its weight
+WIDTH = DIM - DLRM.linear  # of the vectors: if the head has linear terms, a row of a table also holds its weight
 MODEL = ModelConfig(kind="dlrm", dim=WIDTH, bottom=(512, 256), hidden=(512, 256), dropout=0.0, input_dropout=0.0)
 CHECKED_STEPS = BATCHES + 2  # the last two repeat batches whose rows have changed by then
 
@@ -80,13 +80,13 @@ class Ours:
         data = DataConfig(batch=work.setting.batch * ranks.size)
         config = Config(run=RunConfig(steps=1), data=data, model=MODEL, tables=tables_config)
         source: Any = SimpleNamespace(features=work.features(), sample=self._batch(0), mapped=False, ratings=None)
-        learner = build_training_module(config, source, dtype=torch.float32, device=ranks.device)
-        cast(Any, learner.model).head.load_state_dict(make_head().state_dict())
-        tables.fill_collection(learner.tables.collection, prefix="table_f")
-        self.plan = tables.describe_plan(learner.tables.collection)
-        self.learner = learner.train()
-        self.model = parallelize(learner, config.parallel, ranks)
-        self.optimizer = dense_optimizer(list(learner.dense_parameters()))
+        module = build_training_module(config, source, dtype=torch.float32, device=ranks.device)
+        cast(Any, module.model).head.load_state_dict(make_head().state_dict())
+        tables.fill_collection(module.tables.collection, prefix="table_f")
+        self.plan = tables.describe_plan(module.tables.collection)
+        self.module = module.train()
+        self.model = parallelize(module, config.parallel, ranks)
+        self.optimizer = dense_optimizer(list(module.dense_parameters()))
         self.number = 0
 
     def prepare(self, step: int) -> Any:
@@ -104,7 +104,7 @@ class Ours:
         batch, following = batch
         loss: Tensor = self.model(batch, step=self.number)["loss"]
         if following is not None:
-            self.learner.prefetch(following)
+            self.module.prefetch(following)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -135,11 +135,11 @@ class Dense:
         return loss.detach()
 
 
-def make_head() -> Dlrm:
+def make_head() -> DLRM:
     """Build the dense part: with the same first weights on every rank and for every contender."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Dlrm(HeadShape(TABLES, WIDTH, NUMBERS, MODEL))
+        return DLRM(HeadShape(TABLES, WIDTH, NUMBERS, MODEL))
 
 
 def dense_optimizer(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
@@ -228,7 +228,7 @@ CONTENDERS: dict[str, Contender] = {
 
 def make(name: str, setting: Setting) -> tables.TableStepper:
     contender = CONTENDERS[name]
-    return contender.make(Workload(setting, tables.own_ranks(contender.one_process), dist.get_world_size()))
+    return contender.make(Workload.of_this_process(setting, one_process=contender.one_process))
 
 
 def measure(name: str, setting: Setting) -> StepCosts:

@@ -1,15 +1,12 @@
-"""python -m unisono_models.recommender {train,evaluate,recommend} ..."""
+"""The commands of the recommender: `python -m unisono_models.recommender COMMAND ...`."""
 
 from unisono_models.training.commands import run_command
 
-run_command(
-    "unisono_models.recommender",
-    {
-        "train": ("unisono_models.recommender.train", "Train a model. Start it by torchrun to use several ranks."),
-        "evaluate": ("unisono_models.recommender.commands.evaluate", "Measure the model of a finished run."),
-        "recommend": (
-            "unisono_models.recommender.commands.recommend",
-            "Recommend items to users with the model of a finished run.",
-        ),
-    },
-)
+COMMANDS = {
+    "train": ("unisono_models.recommender.train", "Train a recipe, or continue a run; under torchrun on many ranks."),
+    "evaluate": ("unisono_models.recommender.commands.evaluate", "Test the model of a finished run again."),
+    "recommend": ("unisono_models.recommender.commands.recommend", "Print the items that a user might like."),
+}
+
+if __name__ == "__main__":
+    run_command("unisono_models.recommender", COMMANDS)

@@ -1,4 +1,4 @@
-"""The settings of the recommender. Every field is an option of the command line."""
+"""The settings of the recommender. Every field is an option of the command line, and its docstring is the help text."""
 
 from __future__ import annotations
 
@@ -7,132 +7,138 @@ from typing import Literal
 
 from unisono_models.training.config import CheckpointConfig, ParallelConfig, RunConfig
 
-MOVIES = ("user_id", "item_id", "age:id", "gender", "occupation:id", "genre:ids", "release_year:id")
-"""The seven fields of ml-1m in RecBole's context protocol."""
+MOVIELENS_FEATURES = ("user_id", "item_id", "age:id", "gender", "occupation:id", "genre:ids", "release_year:id")
+"""The seven features of ml-1m in RecBole's context protocol."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is learned from: interactions of users with items, or rows of clicks."""
+    """The data: interactions of users with items, or rows of clicks."""
 
     source: str = "ml-1m"
-    """ml-1m or ml-100k (they come with pip packages); a folder of RecBole's atomic files; Criteo's TSV or parquet: a file, a
-    folder, or a pattern such as '/data/day_{0..22}'."""
+    """The name of a dataset (ml-1m and ml-100k come with pip packages), a folder of RecBole's atomic files, or click logs.
+    Click logs are in Criteo's TSV or in parquet: a file, a folder, or a pattern such as '/data/day_{0..22}'."""
     format: Literal["auto", "atomic", "criteo", "parquet"] = "auto"
-    """auto: by the names of the files; .inter is atomic, .parquet is parquet, all else is criteo."""
-    features: tuple[str, ...] = MOVIES
-    """Columns the model sees: NAME:id, NAME:ids (a bag), NAME:number, or NAME, of the kind that an atomic file's header says;
-    NAME:id:ROWS where data is streamed. Numbers are taken as they are: scale them beforehand."""
+    """The format of the files. auto tells it by their names: .inter is atomic, .parquet is parquet, all others are criteo."""
+    features: tuple[str, ...] = MOVIELENS_FEATURES
+    """The columns that the model takes as inputs: NAME:id, NAME:ids for a bag of ids, or NAME:number.
+    A plain NAME takes its kind from the header of an atomic file. Streamed data needs NAME:id:ROWS, the rows of the table.
+    Numbers of atomic files and parquet are used as they are: scale them beforehand."""
     user: str = "user_id"
-    """Column of the user, in atomic files."""
+    """The column of the user, in atomic files."""
     item: str = "item_id"
-    """Column of the item."""
+    """The column of the item, in atomic files."""
     label: str = "rating"
-    """Column of what is to be predicted."""
+    """The column that the model predicts."""
     keep: str = "[0,3);(3,inf)"
-    """Of atomic files: interactions whose label is in these intervals."""
+    """Use only the interactions whose label is in one of these intervals. For atomic files."""
     threshold: float = 4.0
-    """Of atomic files: a label of at least this is a 1, else a 0. Of two_tower all that are kept are liked."""
+    """A label of at least this counts as 1, others as 0. For atomic files. two_tower takes all interactions as liked."""
     split: Literal["rows", "per_user"] = "rows"
-    """Of atomic files: random parts of all rows, or of each user's."""
+    """Split all rows at random, or the rows of each user. For atomic files."""
     parts: tuple[float, float, float] = (0.8, 0.1, 0.1)
-    """Train, validation, test. Of streamed data the last two are blocks of lines."""
+    """The fractions for training, validation and test. Streamed data is split by chunks."""
     split_seed: int = 0
-    """Decides the parts: runs with other seeds are tested on the same rows."""
+    """The seed of the split. Runs with different run.seed are tested on the same rows."""
     test: str = ""
-    """Streamed data to test on instead, such as the last day."""
+    """Test on these files instead, such as the last day. For streamed data."""
     ids: Literal["hashed", "mapped"] = "hashed"
-    """Of streamed data. hashed: to one of the rows. mapped: each id gets a row of its own once it has come `seen` times."""
+    """How ids of streamed data get rows of their table. hashed: by a hash; several ids may share a row.
+    mapped: each id gets its own row when it has been seen `seen` times."""
     seen: int = 1
-    """See `ids`."""
+    """With ids=mapped: how often an id has to be seen before it gets a row."""
     eviction: Literal["none", "least_recent", "least_frequent"] = "none"
-    """Who makes room when all rows are taken."""
+    """With ids=mapped: which id loses its row to a new one when all rows are taken."""
     batch: int = 4096
-    """Over all ranks."""
-    block: int = 512
-    """Lines of a stream that stay together when it is shuffled; of parquet, rows at most."""
+    """The rows of a step, over all ranks."""
+    chunk_rows: int = 512
+    """Streamed data is shuffled in chunks of this many neighbouring rows. A chunk of parquet is at most a row group."""
     max_broken: float = 0.01
-    """The run stops if a larger part of the rows is bad."""
+    """Stop the run if more than this fraction of the rows is bad."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What predicts."""
+    """The model."""
 
     kind: Literal["lr", "fm", "deepfm", "dcn", "dlrm", "two_tower"] = "deepfm"
-    """What becomes of the embeddings of a row. two_tower is for retrieval, the others are for clicks."""
+    """two_tower retrieves items for a user; the others predict the probability of a click."""
     dim: int = 16
-    """Width of the embeddings."""
+    """The width of the embeddings."""
     init: float = 0.01
-    """Standard deviation of the first embeddings."""
+    """The standard deviation of the initial embeddings."""
     hidden: tuple[int, ...] = (128, 64)
-    """Layers of the perceptron; of two_tower, of each tower."""
+    """The widths of the hidden layers of the MLP; with two_tower, of each tower."""
     dropout: float = 0.4
-    """After each layer of the perceptron."""
+    """Dropout after each hidden layer."""
     input_dropout: float = 0.2
-    """Of what the perceptron sees."""
+    """Dropout of the inputs of the MLP."""
     embedding_dropout: float = 0.0
-    """Of all embeddings."""
+    """Dropout of all embeddings."""
     crosses: int = 2
-    """Cross layers of dcn."""
+    """The number of cross layers of dcn."""
     bottom: tuple[int, ...] = (64,)
-    """Layers of dlrm's perceptron for numbers; one of `dim` follows."""
+    """The widths of the hidden layers of dlrm's MLP for numbers. A layer of width `dim` follows."""
     users: tuple[str, ...] = ("user_id",)
-    """Features of the user tower."""
+    """The features of two_tower's user tower. The column of the user has to be the first."""
     items: tuple[str, ...] = ("item_id",)
-    """Features of the item tower."""
+    """The features of two_tower's item tower. The column of the item has to be the first."""
     cosine: bool = True
-    """Towers give vectors of unit length."""
+    """Normalize the outputs of two_tower to unit length."""
     temperature: float = 0.1
-    """Of the softmax over the items of the global batch."""
+    """The temperature of two_tower's softmax over the items of the global batch."""
     log_q: float = 1.0
-    """How far frequent items, which come as negatives more often, are corrected for: 1 makes the loss that of all items."""
+    """How far two_tower corrects for popular items, which are negatives more often. 1 corrects fully, 0 not at all."""
 
     def __post_init__(self) -> None:
         if self.dim < 1 or self.crosses < 0 or min((*self.hidden, *self.bottom, 1)) < 1 or not self.temperature > 0:
             raise ValueError(
-                f"model: {self}: dim and layers are at least 1 wide, temperature is above 0, crosses are not negative"
+                f"model: {self}: dim and all layers must be at least 1 wide, temperature must be positive, and crosses must "
+                "not be negative"
             )
 
 
 @dataclass(frozen=True)
 class TablesConfig:
-    """The embedding tables: where they lie, and how they learn. Rows that were looked up change during the backward."""
+    """The embedding tables: how they are sharded and trained. Rows that were looked up are updated during the backward."""
 
     plan: Literal["auto", "row", "column", "table", "replicated"] = "auto"
-    """Where they lie: as the planner says, or all alike."""
+    """The layout of the tables over ranks. auto: the planner chooses one for each table."""
     memory_gb: float | None = None
-    """What a rank may hold, for the planner."""
+    """The memory that a rank may use for tables, for the planner."""
     optimizer: Literal["adam", "adagrad", "rowwise_adagrad", "sgd"] = "adam"
+    """The optimizer of the tables."""
     lr: float = 2e-2
-    """Learning rate of the tables."""
+    """The learning rate of the tables."""
     weight_decay: float = 0.0
-    """Of rows that are looked up, however often a batch has them."""
+    """Weight decay of the rows that a batch looks up. It does not depend on how often the batch has them."""
     l2: float = 0.0
-    """Half of it times the squares of a sample's embeddings is added to its loss. Not of two_tower."""
+    """L2 penalty: half of it times the sum of the squared embeddings of each row is added to the loss. Not for two_tower."""
     wire: Literal["full", "bfloat16", "float16"] = "full"
-    """How rows travel."""
+    """The dtype in which rows of tables are communicated. full: the dtype of the tables."""
     prefetch: bool = False
-    """Row numbers of the next batch travel while this one computes. Worth it where communication is slow. Not of mapped ids."""
+    """Send the ids of the next batch while this one computes. It helps where communication is slow. Not for mapped ids."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW for all that is not a table; the schedule, a warm-up and a cosine, is that of the tables, too."""
+    """AdamW for all parameters outside of the tables. The schedule, a warm-up and a cosine, applies to the tables as well."""
 
     lr: float = 1e-3
+    """The peak learning rate."""
     weight_decay: float = 0.1
+    """Weight decay of the matrices. Vectors and scalars have none."""
     beta1: float = 0.9
     beta2: float = 0.999
     warmup: float = 0.0
-    """Part of the steps in which the learning rate rises."""
+    """The fraction of the steps in which the learning rate rises."""
     final: float = 0.0
-    """Part of the learning rate that is left at the end."""
+    """The fraction of the peak learning rate that is left at the end."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """A training of the recommender."""
+    """All settings of a training run."""
 
     run: RunConfig
     data: DataConfig = field(default_factory=DataConfig)

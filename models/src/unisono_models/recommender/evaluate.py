@@ -1,4 +1,4 @@
-"""How well a model predicts, or ranks: exact, over the rows of all ranks."""
+"""Evaluator: the metrics of a model on validation and test, exact over the rows of all ranks. train.py calls it."""
 
 from __future__ import annotations
 
@@ -21,79 +21,82 @@ from unisono_models.recommender.model.two_tower import TwoTower
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.watchdog import Watchdog
 
-Which = Literal["valid", "test"]
+Split = Literal["valid", "test"]
 KS = (10, 50)
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Figures of a learner on the parts of its data that it is not trained on: the same on every rank."""
+    """Computes the metrics of a model on a split that it was not trained on: the same on every rank."""
 
-    learner: TrainingModule
-    source: Datasets
+    module: TrainingModule
+    datasets: Datasets
     ranks: Ranks
-    heartbeat: Watchdog | None = None
+    watchdog: Watchdog | None = None
     dtype: torch.dtype = torch.float32
     rows: int = 8192
+    """Rows of a batch on each rank."""
     max_broken: float = 1.0
-    """An error if a larger part of the rows is bad."""
+    """Raise if more than this fraction of the rows is bad."""
 
     @torch.no_grad()
-    def __call__(self, which: Which) -> dict[str, float]:
-        """By "valid/auc" and so on. All ranks call."""
-        self.learner.eval()
-        part = self.source.valid if which == "valid" else self.source.test
-        model = self.learner.model
-        found = self._rank(model, part, which) if isinstance(model, TwoTower) else self._predict(part, which)
-        return {f"{which}/{name}": value for name, value in found.items()}
+    def __call__(self, split: Split) -> dict[str, float]:
+        """Compute the metrics by name: "valid/auc" and so on. All ranks call."""
+        self.module.eval()
+        dataset = self.datasets.valid if split == "valid" else self.datasets.test
+        model = self.module.model
+        metrics = self._rank(model, dataset, split) if isinstance(model, TwoTower) else self._predict(dataset, split)
+        return {f"{split}/{name}": value for name, value in metrics.items()}
 
-    def _predict(self, part: RowDataset, which: Which) -> dict[str, float]:
-        logits, labels, skipped = [], [], SkipReport(what=f"rows of {which}", place="line")
-        for batch in part.scan(self.ranks.rank, self.ranks.size, self.rows):
+    def _predict(self, dataset: RowDataset, split: Split) -> dict[str, float]:
+        logits, labels = [], []
+        skipped = SkipReport(what=f"rows of {split}", place="line")
+        for batch in dataset.scan(self.ranks.rank, self.ranks.size, self.rows):
             skipped.add(batch)
             batch = batch.to(self.ranks.device, self.dtype)
-            logits.append(self.learner.model(batch))
+            logits.append(self.module.model(batch))
             labels.append(batch.labels)
             self._beat()
         skipped.check(self.max_broken)
-        found = click_metrics(torch.cat(logits), torch.cat(labels))
+        metrics = click_metrics(torch.cat(logits), torch.cat(labels))
         bad = sum(skipped.summary()["reasons"].values())
-        return found | ({"bad_rows": float(bad)} if bad else {})
+        return metrics | ({"bad_rows": float(bad)} if bad else {})
 
-    def _rank(self, model: TwoTower, part: RowDataset, which: Which) -> dict[str, float]:
-        """Full sort: each user ranks all items but those of earlier parts: of training, and for the test of validation, too."""
-        ratings = self.source.ratings
+    def _rank(self, model: TwoTower, dataset: RowDataset, split: Split) -> dict[str, float]:
+        """Rank all items for each user (full sort), without the user's items of training, and for the test of validation."""
+        ratings = self.datasets.ratings
         assert ratings is not None
-        before = [self.source.train, *([self.source.valid] if which == "test" else [])]
-        seen = _items_by_user(ratings, torch.cat([self.source.rows_of(each) for each in before]))
-        relevant = _items_by_user(ratings, self.source.rows_of(part))
-        items = ratings.items[ratings.items > UNKNOWN].unique()  # what nobody touched is no candidate
+        earlier = [self.datasets.train] if split == "valid" else [self.datasets.train, self.datasets.valid]
+        seen = _items_by_user(ratings, torch.cat([self.datasets.rows_of(each) for each in earlier]))
+        relevant = _items_by_user(ratings, self.datasets.rows_of(dataset))
+        items = ratings.items[ratings.items > UNKNOWN].unique()  # items without interactions are not candidates
         vectors = self._encode_items(model, ratings, items)
         users = relevant.lengths().nonzero().squeeze(1)
         users = users[users > UNKNOWN]
         places, right = [], []
-        for share in split_for_rank(len(users), self.ranks.rank, self.ranks.size, self.rows):
-            mine = users[share]
+        for indices in split_for_rank(len(users), self.ranks.rank, self.ranks.size, self.rows):
+            mine = users[indices]
             queries = model.encode_users(ratings.join(mine, mine.new_zeros(len(mine))).to(self.ranks.device).ids)
-            known, wanted = (move_ids(_places(bags, mine, items), self.ranks.device) for bags in (seen, relevant))
+            known = move_ids(_item_places(seen, mine, items), self.ranks.device)
+            wanted = move_ids(_item_places(relevant, mine, items), self.ranks.device)
             places.append(top_items(queries, vectors, k=max(KS), seen=known)[1])
             right.append(wanted)
             self._beat()
-        whole = Ragged.from_lengths(torch.cat([x.values for x in right]), torch.cat([x.lengths() for x in right]))
-        return ranking_metrics(torch.cat(places), whole, ks=KS)
+        all_right = Ragged.from_lengths(torch.cat([x.values for x in right]), torch.cat([x.lengths() for x in right]))
+        return ranking_metrics(torch.cat(places), all_right, ks=KS)
 
     def _encode_items(self, model: TwoTower, ratings: Ratings, items: Tensor) -> Tensor:
-        """The vectors of all items, on every rank; each rank makes its share."""
-        parts = []
-        for share in split_for_rank(len(items), self.ranks.rank, self.ranks.size, self.rows):
-            mine = items[share]
-            parts.append(model.encode_items(ratings.join(mine.new_zeros(len(mine)), mine).to(self.ranks.device).ids))
+        """The vectors of all items, on every rank. Each rank encodes a share."""
+        vectors = []
+        for indices in split_for_rank(len(items), self.ranks.rank, self.ranks.size, self.rows):
+            mine = items[indices]
+            vectors.append(model.encode_items(ratings.join(mine.new_zeros(len(mine)), mine).to(self.ranks.device).ids))
             self._beat()
-        return all_gather(torch.cat(parts))
+        return all_gather(torch.cat(vectors))
 
     def _beat(self) -> None:
-        if self.heartbeat is not None:
-            self.heartbeat.beat()
+        if self.watchdog is not None:
+            self.watchdog.beat()
 
 
 def _items_by_user(ratings: Ratings, rows: Tensor) -> Ragged:
@@ -104,7 +107,7 @@ def _items_by_user(ratings: Ratings, rows: Tensor) -> Ragged:
     return Ragged.from_lengths(ratings.items[rows][order], counts)
 
 
-def _places(bags: Ragged, users: Tensor, items: Tensor) -> Ragged:
+def _item_places(bags: Ragged, users: Tensor, items: Tensor) -> Ragged:
     """The bags of these users, as places among `items`, which are sorted."""
     taken = take_ids(bags, users)
     assert isinstance(taken, Ragged)

@@ -1,4 +1,4 @@
-"""The recipes: what is trained, on what, for how long. Any field can be changed on the command line."""
+"""The recipes: which model is trained, on which data, for how long. The command line can change any field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTEGERS = tuple(f"I{number}:number" for number in range(1, 14))
 
 @RECIPES.add
 def deepfm() -> Config:
-    """DeepFM on MovieLens-1M: who likes which movie (RecBole's context protocol)."""
+    """DeepFM on MovieLens-1M: whether a user likes a movie (RecBole's context protocol)."""
     return Config(
         run=RunConfig(steps=7 * EPOCH, evaluate_every=EPOCH, log_every=20),
         model=ModelConfig("deepfm"),
@@ -27,7 +27,7 @@ def deepfm() -> Config:
 
 @RECIPES.add
 def dcn() -> Config:
-    """As deepfm, with DCN-v2."""
+    """DCN-v2, otherwise as deepfm."""
     model = ModelConfig("dcn", crosses=1, embedding_dropout=0.2)
     optimizer = OptimizerConfig(lr=3e-3, weight_decay=1.0)
     config = replace(deepfm(), model=model, tables=TablesConfig(l2=0.015), optimizer=optimizer)
@@ -36,21 +36,21 @@ def dcn() -> Config:
 
 @RECIPES.add
 def dlrm() -> Config:
-    """As deepfm, with DLRM."""
+    """DLRM, otherwise as deepfm."""
     model = ModelConfig("dlrm", dropout=0.3, input_dropout=0.0, embedding_dropout=0.2)
     return replace(deepfm(), model=model, tables=TablesConfig(l2=0.01), optimizer=OptimizerConfig(lr=4e-3))
 
 
 @RECIPES.add
 def fm() -> Config:
-    """As deepfm, with a factorization machine."""
+    """A factorization machine, otherwise as deepfm."""
     config = replace(deepfm(), model=ModelConfig("fm"), tables=TablesConfig(l2=0.02), optimizer=OptimizerConfig(lr=4e-3))
     return replace(config, run=replace(config.run, steps=10 * EPOCH))
 
 
 @RECIPES.add
 def lr() -> Config:
-    """As deepfm, with logistic regression."""
+    """Logistic regression, otherwise as deepfm."""
     config = replace(deepfm(), model=ModelConfig("lr"), tables=TablesConfig())
     return replace(config, run=replace(config.run, steps=5 * EPOCH))
 
@@ -77,7 +77,7 @@ def two_tower() -> Config:
 
 @RECIPES.add
 def tiny() -> Config:
-    """DeepFM on MovieLens-100k: seconds, to see that everything works."""
+    """DeepFM on MovieLens-100k: takes seconds, to see that everything works."""
     features = ("user_id", "item_id", "age", "gender", "occupation", "class:ids", "release_year")
     return Config(
         run=RunConfig(steps=60, evaluate_every=30, timeout=60),

@@ -1,4 +1,4 @@
-"""The scores that others have published under the same protocols, to compare a run with."""
+"""The end of a run: the exported model, a map of the items, tables and report.html."""
 
 from __future__ import annotations
 
@@ -19,53 +19,110 @@ from unisono_models.recommender.config import Config, DataConfig, ModelConfig
 from unisono_models.recommender.data.ratings import Ratings, read_titles
 from unisono_models.recommender.evaluate import Evaluator
 from unisono_models.recommender.export import full_weights, write_export
-from unisono_models.recommender.model.click_model import HEADS
+from unisono_models.recommender.model.heads import HEADS
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.run.plots import COLOURS, INKS
 from unisono_models.training.run.report import ReportImage, write_report
 from unisono_models.training.run.run_directory import RunDirectory
 
+HIGHLIGHTS = ("test/auc", "test/log_loss", "test/ndcg@10", "test/recall@10", "test/hit@10")
+CLICK_METRICS = ("auc", "log_loss", "accuracy", "rate", "predicted_rate", "rows", "bad_rows")
+RANKING_METRICS = ("ndcg@10", "recall@10", "hit@10", "mrr@10", "precision@10", "recall@50", "users")
 # RecBole 1.2, benchmark/md/ml-1m_context.md and its results: embeddings of 16, random 8:1:1, best of a search by validation.
-CONTEXT = {
+PUBLISHED_CONTEXT = {
     "lr": {"auc": 0.8699, "log_loss": 0.3488},
     "fm": {"auc": 0.8935, "log_loss": 0.3262},
     "dcn": {"auc": 0.8994, "log_loss": 0.3164},
     "deepfm": {"auc": 0.8997, "log_loss": 0.3150},
 }
 # RecBole-GNN, results/general/ml-1m.md: embeddings of 64, 8:1:1 of each user, full sort.
-GENERAL = {
+PUBLISHED_GENERAL = {
     "BPR": {"ndcg@10": 0.2407, "recall@10": 0.1725},
     "LightGCN": {"ndcg@10": 0.2538, "recall@10": 0.1861, "hit@10": 0.7330, "mrr@10": 0.4388, "precision@10": 0.1863},
 }
-CLICKS = ("auc", "log_loss", "accuracy", "rate", "predicted_rate", "rows", "bad_rows")
-RANKING = ("ndcg@10", "recall@10", "hit@10", "mrr@10", "precision@10", "recall@50", "users")
+_NEAREST = 4
+_MAP_ITEMS, _MAP_TITLES, _MAP_GROUPS, _TITLE_LETTERS = 400, 34, 6, 34
 
 
-def published_rows(config: Config, figures: Mapping[str, float]) -> list[dict[str, Any]]:
-    """A row for each figure of the test, beside what is published for it, where the protocol is the same."""
+def write_run_report(
+    run: RunDirectory, config: Config, evaluator: Evaluator, metrics: Mapping[str, float], skipped: SkipReport
+) -> None:
+    """Export the model, write the report, and print the test metrics. All ranks call; rank 0 writes."""
+    module, datasets, ranks = evaluator.module, evaluator.datasets, evaluator.ranks
+    ratings = datasets.ratings
+    weights = full_weights(module.model, keep=ranks.first)
+    skip_note = skipped.report()
+    images = []
+    tables = {"Test": metric_rows(config, metrics)}
+    with raise_together("write_run_report"):
+        if ranks.first:
+            write_export(
+                run.export,
+                weights,
+                model=config.model,
+                data=config.data,
+                features=datasets.features,
+                vocabularies=ratings.vocabularies if ratings is not None else {},
+            )
+            vectors = None if ratings is None else item_vectors(config.model, ratings, weights)
+            if ratings is not None and vectors is not None:
+                titles = read_titles(ratings)
+                tables["Items and their nearest neighbours"] = nearest_items(vectors, ratings, titles)
+                path = run.samples / "items.png"
+                draw_item_map(vectors, ratings, titles, path)
+                images.append(ReportImage(path, "The most rated items, by the first two principal components"))
+    plan = module.tables.collection.plan
+    if plan is not None:
+        tables["The layout of the tables"], tables["Memory and traffic of each rank"] = plan.to_rows()
+    write_report(
+        run,
+        title="A recommender on sharded tables",
+        intro=_introduction(config, evaluator),
+        images=images,
+        tables=tables,
+        notes=[skip_note, *datasets.notes],
+        summary=metrics,
+        highlights=[name for name in HIGHLIGHTS if name in metrics],
+    )
+    if ranks.first:
+        _print_summary(tables["Test"], run, can_recommend=ratings is not None)
+    run.finish(metrics)  # last: a run that is marked as finished is not started again
+
+
+def _introduction(config: Config, evaluator: Evaluator) -> str:
+    datasets, model = evaluator.datasets, config.model
+    features = ", ".join(feature.name for feature in datasets.features)
+    return (
+        f"A model of kind {model.kind}, with embeddings of {model.dim}, was trained on {datasets.train.rows:,} rows, in "
+        f"{config.run.steps:,} steps of {config.data.batch:,}, and tested on {datasets.test.rows:,}. Its features are "
+        f"{features}.\n\nIts tables are sharded over {evaluator.ranks.size} ranks. The test was taken once, after the last "
+        "step, and nothing was chosen by it."
+    )
+
+
+def metric_rows(config: Config, metrics: Mapping[str, float]) -> list[dict[str, Any]]:
+    """One row for each metric of the test, beside the published values, where the protocol is the same."""
     columns: dict[str, Mapping[str, float]] = {}
-    if protocol_of(config.data) == "context" and config.model.kind in CONTEXT:
-        columns = {f"published ({config.model.kind})": CONTEXT[config.model.kind]}
-    elif protocol_of(config.data) == "general" and config.model.kind == "two_tower":
-        columns = {f"published ({name})": scores for name, scores in GENERAL.items()}
+    protocol = recbole_protocol(config.data)
+    if protocol == "context" and config.model.kind in PUBLISHED_CONTEXT:
+        columns = {f"published ({config.model.kind})": PUBLISHED_CONTEXT[config.model.kind]}
+    elif protocol == "general" and config.model.kind == "two_tower":
+        columns = {f"published ({name})": scores for name, scores in PUBLISHED_GENERAL.items()}
     rows = []
-    for name in RANKING if config.model.kind == "two_tower" else CLICKS:
-        if f"test/{name}" in figures:
-            others = {column: scores.get(name, "") for column, scores in columns.items()}
-            rows.append({"figure": name, "this run": figures[f"test/{name}"], **others})
+    for name in RANKING_METRICS if config.model.kind == "two_tower" else CLICK_METRICS:
+        if f"test/{name}" in metrics:
+            published = {column: scores.get(name, "") for column, scores in columns.items()}
+            rows.append({"metric": name, "this run": metrics[f"test/{name}"], **published})
     return rows
 
 
-def protocol_of(data: DataConfig) -> str:
-    """ "context" or "general" if the data is that of RecBole's protocol of this name on ml-1m, or nothing."""
+def recbole_protocol(data: DataConfig) -> str:
+    """ "context" or "general" if the data is that of RecBole's protocol of this name on ml-1m, else the empty string."""
     if data.source != "ml-1m" or data.parts != (0.8, 0.1, 0.1):
         return ""
     if (data.keep, data.threshold, data.split) == ("[0,3);(3,inf)", 4.0, "rows"):
         return "context"
     return "general" if (data.keep, data.split) == ("[3,inf)", "per_user") else ""
-
-
-NEAREST = 4
 
 
 def item_vectors(model: ModelConfig, ratings: Ratings, weights: Mapping[str, Tensor]) -> Tensor | None:
@@ -79,63 +136,58 @@ def item_vectors(model: ModelConfig, ratings: Ratings, weights: Mapping[str, Ten
 
 
 def most_rated(ratings: Ratings, count: int) -> Tensor:
-    """The rows of the items with the most interactions, and at least ten."""
+    """The rows of the items with the most interactions, of those that have at least ten."""
     counts = ratings.items.bincount(minlength=len(ratings.vocabularies[ratings.item]))
     chosen = counts.argsort(descending=True, stable=True)[:count]
     return chosen[counts[chosen] >= 10]
 
 
-def title_of(row: int, ratings: Ratings, titles: Mapping[str, str]) -> str:
-    """What to call the item of a row."""
-    name = ratings.vocabularies[ratings.item].value(row)
-    return titles.get(name, name)
-
-
 def nearest_items(vectors: Tensor, ratings: Ratings, titles: Mapping[str, str], *, count: int = 10) -> list[dict[str, Any]]:
-    """For the most rated items, those that are nearest to them among the thousand most rated: rows of a table."""
+    """A table of the most rated items, each with its nearest neighbours among the thousand most rated."""
     known = most_rated(ratings, 1000)
     rows = []
     for item in known[:count].tolist():
-        near = (vectors[known] @ vectors[item]).masked_fill(known == item, -torch.inf)
-        found = known[near.topk(min(NEAREST, max(len(known) - 1, 0))).indices].tolist()
-        names = [title_of(row, ratings, titles) for row in (item, *found)]
-        rows.append({"item": names[0]} | {f"{place}": name for place, name in enumerate(names[1:], 1)})
+        scores = (vectors[known] @ vectors[item]).masked_fill(known == item, -torch.inf)
+        nearest = known[scores.topk(min(_NEAREST, max(len(known) - 1, 0))).indices].tolist()
+        row = {"item": _title(item, ratings, titles)}
+        row |= {f"{place}": _title(other, ratings, titles) for place, other in enumerate(nearest, 1)}
+        rows.append(row)
     return rows
 
 
-SHOWN, NAMED, GROUPS, LETTERS = 400, 34, 6, 34
+def _title(row: int, ratings: Ratings, titles: Mapping[str, str]) -> str:
+    item = ratings.vocabularies[ratings.item].value(row)
+    return titles.get(item, item)
 
 
-def draw_map(vectors: Tensor, ratings: Ratings, titles: Mapping[str, str], path: Path) -> None:
-    """Draw the most rated items as a PNG, in the colours of the most frequent values of their first bag of ids (genres)."""
+def draw_item_map(vectors: Tensor, ratings: Ratings, titles: Mapping[str, str], path: Path) -> None:
+    """Draw the most rated items as a PNG, coloured by the most frequent values of their first bag of ids (genres)."""
     from matplotlib.figure import Figure
 
-    rows = most_rated(ratings, SHOWN)
-    points = _flatten(vectors[rows])
+    rows = most_rated(ratings, _MAP_ITEMS)
+    points = _principal_components(vectors[rows])
     background, ink, faint, _ = INKS["light"]
     figure = Figure(figsize=(10, 7), dpi=120, facecolor=background)
     axes = figure.add_axes((0.02, 0.02, 0.96, 0.96))
     axes.axis("off")
-    groups, names = _group(ratings, rows)
+    groups, names = _group_items(ratings, rows)
     for number, name in enumerate(names):
-        chosen = groups == number
         colour = COLOURS["light"][number] if number < len(names) - 1 else faint
-        x, y = points[chosen].T.tolist()
+        x, y = points[groups == number].T.tolist()
         axes.scatter(x, y, s=26, color=colour, alpha=0.75, linewidths=0, label=name)
-    taken: list[tuple[float, float]] = []
-    for place, row in enumerate(rows.tolist()):
-        at = (float(points[place, 0]), float(points[place, 1]))
-        if len(taken) < NAMED and all(abs(at[0] - a) > 0.34 or abs(at[1] - b) > 0.055 for a, b in taken):
-            taken.append(at)
-            text = shorten(title_of(row, ratings, titles), LETTERS, placeholder=" …")
-            axes.annotate(text, at, xytext=(4, 3), textcoords="offset points", fontsize=7.5, color=ink)
+    labelled: list[tuple[float, float]] = []
+    for row, (x, y) in zip(rows.tolist(), points.tolist(), strict=True):
+        if len(labelled) < _MAP_TITLES and all(abs(x - a) > 0.34 or abs(y - b) > 0.055 for a, b in labelled):
+            labelled.append((x, y))
+            text = shorten(_title(row, ratings, titles), _TITLE_LETTERS, placeholder=" …")
+            axes.annotate(text, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7.5, color=ink)
     if len(names) > 1:
         axes.legend(loc="lower left", frameon=False, fontsize=9, labelcolor=ink)
     figure.savefig(path)
 
 
-def _flatten(vectors: Tensor) -> Tensor:
-    """(items, 2), within -1 and 1, by principal components; signs are those that make the largest weight positive."""
+def _principal_components(vectors: Tensor) -> Tensor:
+    """The first two components of each vector, scaled to -1 to 1. Signs make the largest weight of a component positive."""
     if not len(vectors):
         return torch.zeros(0, 2)
     centred = (vectors - vectors.mean(0)).double()
@@ -147,14 +199,14 @@ def _flatten(vectors: Tensor) -> Tensor:
     return points / points.abs().amax(0).clamp(min=1e-9)
 
 
-def _group(ratings: Ratings, rows: Tensor) -> tuple[Tensor, list[str]]:
-    """The group of each item, by number, and the names of the groups, "other" last."""
+def _group_items(ratings: Ratings, rows: Tensor) -> tuple[Tensor, list[str]]:
+    """The number of each item's group, and the names of the groups, "other" last."""
     for feature in ratings.features:
         side, column = ratings.columns[feature.name]
         if side == "item" and isinstance(column, Ragged):
             bags = [column.values[a:b].tolist() for a, b in zip(column.offsets[rows], column.offsets[rows + 1], strict=True)]
             flat = torch.tensor([value for bag in bags for value in bag], dtype=torch.int64)
-            frequent = flat.bincount().argsort(descending=True, stable=True)[: GROUPS - 1].tolist()
+            frequent = flat.bincount().argsort(descending=True, stable=True)[: _MAP_GROUPS - 1].tolist()
             # The rarest of an item's frequent values says most about it: of "Comedy Drama Sci-Fi", the last.
             groups = [max((frequent.index(v) for v in bag if v in frequent), default=len(frequent)) for bag in bags]
             names = [ratings.vocabularies[feature.name].value(value) for value in frequent]
@@ -162,83 +214,25 @@ def _group(ratings: Ratings, rows: Tensor) -> tuple[Tensor, list[str]]:
     return torch.zeros(len(rows), dtype=torch.int64), ["items"]
 
 
-HIGHLIGHTS = ("test/auc", "test/log_loss", "test/ndcg@10", "test/recall@10", "test/hit@10")
-
-
-def write_run_report(
-    run: RunDirectory, config: Config, evaluator: Evaluator, figures: Mapping[str, float], skipped: SkipReport
-) -> None:
-    """Write what the run leaves behind, and say where it is. Every rank calls this; rank 0 writes."""
-    learner, source, ranks = evaluator.learner, evaluator.source, evaluator.ranks
-    weights = full_weights(learner.model, keep=ranks.first)
-    bad = skipped.report()
-    pictures, tables = [], {"Test": published_rows(config, figures)}
-    with raise_together("conclude"):
-        if ranks.first:
-            vocabularies = source.ratings.vocabularies if source.ratings is not None else {}
-            write_export(
-                run.export,
-                weights,
-                model=config.model,
-                data=config.data,
-                features=source.features,
-                vocabularies=vocabularies,
-            )
-            if source.ratings is not None and (vectors := item_vectors(config.model, source.ratings, weights)) is not None:
-                titles = read_titles(config.data)
-                tables["Items, and those that are nearest to them"] = nearest_items(vectors, source.ratings, titles)
-                path = run.samples / "items.png"
-                draw_map(vectors, source.ratings, titles, path)
-                pictures.append(ReportImage(path, "The most rated items, by the two main directions of their embeddings"))
-    plan = learner.tables.collection.plan
-    if plan is not None:
-        tables["Where the tables lie"], tables["What ranks hold and send"] = plan.to_rows()
-    write_report(
-        run,
-        title="A recommender on sharded tables",
-        intro=_intro(config, evaluator),
-        images=pictures,
-        tables=tables,
-        notes=[bad, *source.notes],
-        summary=figures,
-        highlights=[name for name in HIGHLIGHTS if name in figures],
-    )
-    if ranks.first:
-        _show(tables["Test"], run, source.ratings is not None)
-    run.finish(figures)  # last: from here on, whatever happens, it is not run again
-
-
-def _intro(config: Config, evaluator: Evaluator) -> str:
-    source, model = evaluator.source, config.model
-    sizes = f"{source.train.rows:,} rows, and tested on {source.test.rows:,}"
-    features = ", ".join(feature.name for feature in source.features)
-    return (
-        f"A model of kind {model.kind}, with embeddings of {model.dim}, was trained on {sizes}, {config.run.steps:,} steps of "
-        f"{config.data.batch:,}. It sees {features}.\n\nIts tables lie on {evaluator.ranks.size} ranks; the test is one "
-        "of the last step, and nothing was chosen by it."
-    )
-
-
-def _text(cell: object) -> str:
-    if not isinstance(cell, float):
-        return str(cell)
-    return f"{cell:,.0f}" if cell > 1 and cell.is_integer() else f"{cell:.4f}"
-
-
-def _show(rows: list[dict[str, Any]], run: RunDirectory, users: bool) -> None:
+def _print_summary(rows: list[dict[str, Any]], run: RunDirectory, *, can_recommend: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title="Test")
     for name in rows[0]:
-        table.add_column(name, justify="left" if name == "figure" else "right")
+        table.add_column(name, justify="left" if name == "metric" else "right")
     for row in rows:
-        table.add_row(*(_text(cell) for cell in row.values()))
+        table.add_row(*(_format_cell(cell) for cell in row.values()))
     console = Console(width=None if Console().is_terminal else 110)
     console.print(table)
-    python = "python" if shutil.which("python") == sys.executable else sys.executable  # of a checkout: not on the path
-    commands = [("Report", str(run.path / "report.html"))]
-    if users:
-        commands.append(("Recommend", f"{python} -m unisono_models.recommender.commands.recommend {run.path}"))
-    for what, command in commands:
-        console.print(f"{what}:  {command}", soft_wrap=True, highlight=False)
+    console.print(f"Report:  {run.path / 'report.html'}", soft_wrap=True, highlight=False)
+    if can_recommend:
+        python = "python" if shutil.which("python") == sys.executable else sys.executable  # a checkout's is not on the path
+        command = f"{python} -m unisono_models.recommender recommend {run.path}"
+        console.print(f"Recommend:  {command}", soft_wrap=True, highlight=False)
+
+
+def _format_cell(cell: object) -> str:
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:,.0f}" if cell > 1 and cell.is_integer() else f"{cell:.4f}"

@@ -23,7 +23,9 @@ from unisono_models.training.schedule import learning_rate_factor
 def main(args: Sequence[str] | None = None) -> None:
     recipe, config = RECIPES.choose(args)
     if config.parallel.kind != "ddp":
-        raise ValueError(f"parallel.kind={config.parallel.kind}: a recommender has ddp only: its plan spreads the tables")
+        raise ValueError(
+            f"parallel.kind={config.parallel.kind}: a recommender supports ddp only: tables.plan shards the tables"
+        )
     with start_session(config, model="recommender", recipe=recipe) as session:
         train(config, session)
 
@@ -31,57 +33,59 @@ def main(args: Sequence[str] | None = None) -> None:
 def train(config: Config, session: Session) -> None:
     """Train one run, from its data to its report."""
     ranks, watchdog = session.ranks, session.watchdog
-    seed, dtype = config.run.seed, parameter_dtype(config.parallel)
-    source = build_datasets(config.data, seed=seed, ranks=ranks)
+    dtype = parameter_dtype(config.parallel)
+    datasets = build_datasets(config.data, seed=config.run.seed, ranks=ranks)
+    streamed = datasets.ratings is None
     watchdog.beat()
 
-    torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
-    learner = build_training_module(config, source, dtype=dtype, device=ranks.device)
-    dense = list(learner.dense_parameters())
-    model = parallelize(learner, config.parallel, ranks) if dense else learner  # DDP refuses to have nothing to do
-    optimizers = {"dense": make_optimizer(learner, config.optimizer)} if dense else {}
-    evaluator = Evaluator(learner, source, ranks, watchdog, dtype, max_broken=config.data.max_broken)
+    torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
+    module = build_training_module(config, datasets, dtype=dtype, device=ranks.device)
+    dense = list(module.dense_parameters())
+    model = parallelize(module, config.parallel, ranks) if dense else module  # DDP needs at least one parameter
+    optimizers = {"dense": make_optimizer(module, config.optimizer)} if dense else {}
+    evaluator = Evaluator(module, datasets, ranks, watchdog, dtype, max_broken=config.data.max_broken)
 
     with TrainingLoop(session, model, optimizers) as loop:
-        if loop.first_step and loop.state["data"] != source.fingerprint:
-            raise ValueError(f"{config.data.source} is not what the run began with: its rows have other meanings now")
+        fingerprint = datasets.fingerprint
+        if loop.first_step and loop.state["data"] != fingerprint:
+            raise ValueError(f"{config.data.source} has changed since the run began: its ids and rows mean something else now")
         skipped = SkipReport(before=loop.state.get("skipped"), what="rows", place="line")
-        if not loop.first_step and source.ratings is not None and ranks.first:  # every rank has read all of it
-            skipped.count(source.ratings.read, source.ratings.skipped)
+        if datasets.ratings is not None and not loop.first_step and ranks.first:  # every rank has read the same rows
+            skipped.count(datasets.ratings.read, datasets.ratings.skipped)
         skipped.check(config.data.max_broken)
-        count = f"{source.train.rows:,} rows, {loop.steps:,} steps of {config.data.batch:,} on {ranks.size} ranks"
-        loop.say(f"{session.directory.path}: {count}")
-        for note in source.notes:
+        rows = f"{datasets.train.rows:,} rows, {loop.steps:,} steps of {config.data.batch:,} on {ranks.size} ranks"
+        loop.say(f"{session.directory.path}: {rows}")
+        for note in datasets.notes:
             loop.say(note)
-        shares = prefetch(
-            lambda step: source.train.batch(step, ranks.rank, ranks.size).to(ranks.device, dtype),
+        batches = prefetch(
+            lambda step: datasets.train.batch(step, ranks.rank, ranks.size).to(ranks.device, dtype),
             loop.first_step,
             loop.last_step,
         )
         for step in loop:
-            batch, following = next(shares)
-            if source.ratings is None:
+            batch, next_batch = next(batches)
+            if streamed:
                 skipped.add(batch)
-            rate = set_learning_rates(learner, optimizers, config, step)
-            learner.train()
+            lr = set_learning_rates(module, optimizers, config, step)
+            module.train()
             with autocast_context(config.parallel, ranks):
                 if loop.just_resumed and dense:
-                    rehearse(model, optimizers, batch, step)
+                    arrange_ddp_buckets(model, optimizers, batch, step)
                 losses = model(batch, step=step)
-            if config.tables.prefetch and following is not None:
-                learner.prefetch(following)
-            losses["loss"].backward()  # the tables take their step here
+            if config.tables.prefetch and next_batch is not None:
+                module.prefetch(next_batch)
+            losses["loss"].backward()  # the optimizer of the tables steps in here
             for optimizer in optimizers.values():
                 optimizer.step()
                 optimizer.zero_grad()
-            loop.log({**losses, "lr": rate}, samples=source.train.size_of(step))
+            loop.log({**losses, "lr": lr}, samples=datasets.train.size_of(step))
 
             if loop.evaluation_due:
                 loop.record(evaluator("valid"))
             if loop.checkpoint_due:
-                score = loop.first_metric if source.valid.rows else None
-                loop.save({"skipped": skipped.summary(), "data": source.fingerprint}, score=score)
-            if source.ratings is None and (loop.stopping or loop.log_due):
+                score = loop.first_metric if datasets.valid.rows else None
+                loop.save({"skipped": skipped.summary(), "data": fingerprint}, score=score)
+            if streamed and (loop.stopping or loop.log_due):
                 skipped.check(config.data.max_broken)
         if not loop.finished:
             return
@@ -90,9 +94,9 @@ def train(config: Config, session: Session) -> None:
     write_run_report(session.directory, config, evaluator, {**valid_metrics, **test_metrics}, skipped)
 
 
-def make_optimizer(learner: TrainingModule, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW on all that is not in a table. No weight decay for vectors and scalars."""
-    dense = list(learner.dense_parameters())
+def make_optimizer(module: TrainingModule, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW for all parameters outside of the tables. Vectors and scalars have no weight decay."""
+    dense = list(module.dense_parameters())
     groups = [
         {"params": [p for p in dense if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in dense if p.ndim <= 1], "weight_decay": 0.0},
@@ -100,21 +104,24 @@ def make_optimizer(learner: TrainingModule, config: OptimizerConfig) -> torch.op
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=(config.beta1, config.beta2))
 
 
-def set_learning_rates(learner: TrainingModule, optimizers: dict[str, torch.optim.AdamW], config: Config, step: int) -> float:
-    """Those of `step`, for tables and the rest; the latter is returned."""
-    part = learning_rate_factor(step, config.run.steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
-    tables = learner.tables.collection.optimizer
-    assert tables is not None
-    for optimizer, rate in [(tables, config.tables.lr), *((each, config.optimizer.lr) for each in optimizers.values())]:
+def set_learning_rates(module: TrainingModule, optimizers: dict[str, torch.optim.AdamW], config: Config, step: int) -> float:
+    """Set the learning rates of a step, for the tables and for the dense parameters. Return the latter."""
+    factor = learning_rate_factor(step, config.run.steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
+    table_optimizer = module.tables.collection.optimizer
+    assert table_optimizer is not None
+    for group in table_optimizer.param_groups:
+        group["lr"] = config.tables.lr * factor
+    for optimizer in optimizers.values():
         for group in optimizer.param_groups:
-            group["lr"] = rate * part
-    return config.optimizer.lr * part
+            group["lr"] = config.optimizer.lr * factor
+    return config.optimizer.lr * factor
 
 
-def rehearse(model: torch.nn.Module, optimizers: dict[str, torch.optim.AdamW], batch: Batch, step: int) -> None:
-    """DDP arranges its buckets, by which sums are rounded, in its first backward. Here it does so before a resumed step.
+def arrange_ddp_buckets(model: torch.nn.Module, optimizers: dict[str, torch.optim.AdamW], batch: Batch, step: int) -> None:
+    """Run a backward whose gradients are dropped, before a resumed step.
 
-    The tables, whose optimizer steps in the backward, are left out.
+    DDP arranges its buckets in its first backward, and they decide how sums are rounded. The tables are frozen here, because
+    their optimizer would step in the backward.
     """
     model(batch, step=step, frozen_tables=True)["loss"].backward()
     for optimizer in optimizers.values():

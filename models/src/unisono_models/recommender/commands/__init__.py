@@ -1,1 +1,1 @@
-"""The commands besides train: one module each."""
+"""The commands other than train, one module each."""

@@ -1,10 +1,9 @@
-"""What a user might like: python -m unisono_models.recommender.commands.recommend RUN_DIR --user 1m_10 --top 10"""
+"""python -m unisono_models.recommender recommend RUN_DIR: print the items that a user might like."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,44 +14,53 @@ from torch import Tensor
 from unisono_models.recommender.config import Config
 from unisono_models.recommender.data.dataset import build_datasets
 from unisono_models.recommender.data.ratings import UNKNOWN, Ratings, read_titles
-from unisono_models.recommender.export import FILES, ExportedModel, exported_data, read_export
+from unisono_models.recommender.export import FILES, ExportedModel, read_data_config, read_export
 from unisono_models.recommender.model.two_tower import TwoTower
 from unisono_models.training.distributed.launch import Ranks
-from unisono_models.training.run import run_directory as finished_run
-from unisono_models.training.run.run_directory import RunError
-
-find_run = partial(finished_run.find_run, model="recommender", kind=Config, files=FILES)
+from unisono_models.training.run.run_directory import RunError, find_run
 
 
 @dataclass(frozen=True)
 class Options:
-    """Print the items that a user has not seen yet and that a trained model scores highest."""
+    """Print the items with the highest scores among those that a user has not rated yet."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """The directory of a run."""
+    """The directory of a finished run."""
     user: str = ""
-    """As the data calls them. Empty: the one with the most interactions."""
+    """The id of the user in the data. Empty: the user with the most interactions."""
     top: int = 10
-    """How many items."""
+    """The number of items."""
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """An item, by its id and by what to call it, with the model's score."""
-
     item: str
+    """The id of the item."""
     title: str
     score: float
 
 
+def read_all_ratings(export: Path, exported: ExportedModel, *, seed: int) -> Ratings:
+    """Read the data of an exported model, with the interactions that training left out.
+
+    Raises: RunError if the data has no users and items.
+    """
+    data = replace(read_data_config(export), keep="(-inf,inf)")
+    ranks = Ranks(0, 1, 0, torch.device("cpu"))
+    ratings = build_datasets(data, seed=seed, ranks=ranks, vocabularies=exported.vocabularies).ratings
+    if ratings is None:
+        raise RunError(f"{export.parent}: the model was trained on rows of clicks, which have no users and items to recommend")
+    return ratings
+
+
 @torch.no_grad()
 def score_items(exported: ExportedModel, ratings: Ratings, user: int, items: Tensor) -> Tensor:
-    """Of one user with these items: the probability of a click, or the product of two towers' vectors."""
+    """Score items for one user: the probability of a click, or the dot product of the vectors of two towers."""
     model = exported.model
     batch = ratings.join(torch.full_like(items, user), items)
     if isinstance(model, TwoTower):
-        users, found = model(batch)
-        scores: Tensor = (users * found).sum(1)
+        user_vectors, item_vectors = model(batch)
+        scores: Tensor = (user_vectors * item_vectors).sum(1)
         return scores
     return torch.sigmoid(model(batch))
 
@@ -60,71 +68,63 @@ def score_items(exported: ExportedModel, ratings: Ratings, user: int, items: Ten
 def recommend(
     exported: ExportedModel, ratings: Ratings, user: str, *, top: int, titles: dict[str, str]
 ) -> list[Recommendation]:
-    """The `top` items, best first, that `user` has no interaction with in all of the data.
+    """Return the `top` items, best first, among those that `user` has no interaction with.
 
-    Raises: RunError if the data does not know the user.
+    Raises: RunError if the user is not in the data.
     """
     row = ratings.vocabularies[ratings.user].row(user)
-    if not row:
+    if row == UNKNOWN:
         known = ", ".join(ratings.vocabularies[ratings.user].values[:3])
-        raise RunError(f"--user {user}: the data does not know them; it knows {known}, …")
-    items = ratings.items[ratings.items > UNKNOWN].unique()  # what came after the training has no embedding
+        raise RunError(f"--user {user}: there is no such user in the data; there are {known}, …")
+    items = ratings.items[ratings.items > UNKNOWN].unique()  # items that are newer than the model have no embedding
     seen = ratings.items[ratings.users == row]
     items = items[~torch.isin(items, seen)]
     scores = score_items(exported, ratings, row, items)
     best = scores.argsort(descending=True, stable=True)[:top]
-    names = [ratings.vocabularies[ratings.item].value(int(items[place])) for place in best]
-    return [Recommendation(n, titles.get(n, n), float(scores[place])) for n, place in zip(names, best, strict=True)]
+    names = [ratings.vocabularies[ratings.item].value(item) for item in items[best].tolist()]
+    return [Recommendation(n, titles.get(n, n), score) for n, score in zip(names, scores[best].tolist(), strict=True)]
 
 
-def most_active(ratings: Ratings) -> str:
-    """The user with the most interactions."""
+def most_active_user(ratings: Ratings) -> str:
     return ratings.vocabularies[ratings.user].value(int(ratings.users[ratings.users > UNKNOWN].bincount().argmax()))
 
 
-def best_liked(ratings: Ratings, user: str, titles: dict[str, str], *, top: int = 5) -> list[str]:
-    """The titles of what a user gave the highest values, those with the most interactions of all first."""
+def best_rated_titles(ratings: Ratings, user: str, titles: dict[str, str], *, top: int = 5) -> list[str]:
+    """The titles of the items that a user rated highest. Among equal ratings, popular items come first."""
     mine = (ratings.users == ratings.vocabularies[ratings.user].row(user)).nonzero().squeeze(1)
-    counts = ratings.items.bincount()[ratings.items[mine]]
-    order = counts.argsort(descending=True, stable=True)
+    popularity = ratings.items.bincount()[ratings.items[mine]]
+    order = popularity.argsort(descending=True, stable=True)
     order = order[ratings.values[mine][order].argsort(descending=True, stable=True)]
     names = dict.fromkeys(ratings.vocabularies[ratings.item].value(int(item)) for item in ratings.items[mine[order]])
     return [titles.get(name, name) for name in names if name][:top]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    options = tyro.cli(Options, prog="python -m unisono_models.recommender.commands.recommend", args=args)
+    options = tyro.cli(Options, prog="python -m unisono_models.recommender recommend", args=args)
     try:
         if options.top < 1:
-            raise RunError(f"--top {options.top}: at least 1")
-        config, folder = find_run(options.run), options.run / "export"
-        exported = read_export(folder)
-        everything = replace(exported_data(folder), keep="(-inf,inf)")  # what training left out is seen all the same
-        alone = Ranks(0, 1, 0, torch.device("cpu"))
-        source = build_datasets(everything, seed=config.run.seed, ranks=alone, vocabularies=exported.vocabularies)
-        if source.ratings is None:
-            raise RunError(f"{options.run}: its data has no users and items to recommend: it was trained on rows of clicks")
-        titles = read_titles(config.data)
-        user = options.user or most_active(source.ratings)
-        found = recommend(exported, source.ratings, user, top=options.top, titles=titles)
+            raise RunError(f"--top {options.top}: must be at least 1")
+        config = find_run(options.run, model="recommender", kind=Config, files=FILES)
+        exported = read_export(options.run / "export")
+        ratings = read_all_ratings(options.run / "export", exported, seed=config.run.seed)
+        titles = read_titles(ratings)
+        user = options.user or most_active_user(ratings)
+        found = recommend(exported, ratings, user, top=options.top, titles=titles)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from None
-    _show(user, best_liked(source.ratings, user, titles), found)
+    _print(user, best_rated_titles(ratings, user, titles), found)
 
 
-def _show(user: str, liked: Sequence[str], found: Sequence[Recommendation]) -> None:
+def _print(user: str, liked: Sequence[str], found: Sequence[Recommendation]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     console.print(f"User {user} liked {'; '.join(liked)}", highlight=False, markup=False)
     table = Table(title="and might like")
-    for name, side in (("", "right"), ("item", "left"), ("score", "right")):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    table.add_column("", justify="right")
+    table.add_column("item", justify="left")
+    table.add_column("score", justify="right")
     for place, each in enumerate(found, 1):
         table.add_row(str(place), each.title, f"{each.score:.4f}")
     console.print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,1 +1,1 @@
-"""Rows of clicks and ratings, from files of several kinds, by place in one global order."""
+"""Rows of ratings and clicks: file formats, splits, and datasets that any number of ranks can share."""

@@ -1,4 +1,4 @@
-"""A batch: some rows of the data, as models take them."""
+"""A batch of rows, as models take it."""
 
 from __future__ import annotations
 
@@ -18,34 +18,59 @@ Ids: TypeAlias = Tensor | Ragged
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows in the order asked for. Bad ones are left out, so there may be fewer than asked for, or none."""
+    """Rows in the requested order. Bad rows are left out, so a batch may be shorter than requested, or empty."""
 
     ids: dict[str, Ids]
-    """By feature: int64 (rows,) of kind "id", bags of kind "ids"."""
+    """By feature: int64 (rows,) for the kind "id", bags for the kind "ids"."""
     numbers: Tensor
     """float32 (rows, features of kind "number"), in the order of the features."""
     labels: Tensor
     """float32 (rows,), 0 or 1."""
     index: Tensor
-    """int64 (rows,): the place in the whole data, which randomness goes by."""
+    """int64 (rows,): the position of each row in the whole data. Dropout is drawn by it."""
     skipped: tuple[SkippedSample, ...] = ()
-    """Those left out."""
+    """The bad rows that were left out."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
-        """On `device`, with numbers and labels of `dtype`."""
-        ids = {name: move_ids(x, device) for name, x in self.ids.items()}
-        numbers, labels = (x.to(device, dtype, non_blocking=True) for x in (self.numbers, self.labels))
-        return Batch(ids, numbers, labels, self.index.to(device, non_blocking=True), self.skipped)
+        """Move to `device`; convert numbers and labels to `dtype`."""
+        return Batch(
+            {name: move_ids(x, device) for name, x in self.ids.items()},
+            self.numbers.to(device, dtype, non_blocking=True),
+            self.labels.to(device, dtype, non_blocking=True),
+            self.index.to(device, non_blocking=True),
+            self.skipped,
+        )
 
     @staticmethod
-    def join(parts: Sequence[Batch]) -> Batch:
-        """One after the other. At least one, all of the same features."""
-        ids = {name: join_ids([part.ids[name] for part in parts]) for name in parts[0].ids}
-        numbers, labels, index = (torch.cat([getattr(p, name) for p in parts]) for name in ("numbers", "labels", "index"))
-        return Batch(ids, numbers, labels, index, tuple(skip for part in parts for skip in part.skipped))
+    def cat(batches: Sequence[Batch]) -> Batch:
+        """Concatenate at least one batch, all with the same features."""
+        return Batch(
+            {name: cat_ids([batch.ids[name] for batch in batches]) for name in batches[0].ids},
+            torch.cat([batch.numbers for batch in batches]),
+            torch.cat([batch.labels for batch in batches]),
+            torch.cat([batch.index for batch in batches]),
+            tuple(skip for batch in batches for skip in batch.skipped),
+        )
+
+
+def empty_batch(features: Sequence[Feature], *, skipped: Sequence[SkippedSample] = ()) -> Batch:
+    """Make a batch without rows.
+
+    Example:
+        >>> empty_batch([Feature("I1", "number"), Feature("C1")]).numbers.shape
+        torch.Size([0, 1])
+    """
+    none = torch.empty(0, dtype=torch.int64)
+    return Batch(
+        {f.name: Ragged.from_lengths(none, none) if f.kind == "ids" else none for f in features if f.kind != "number"},
+        numbers=torch.empty(0, sum(feature.kind == "number" for feature in features)),
+        labels=torch.empty(0),
+        index=none,
+        skipped=tuple(skipped),
+    )
 
 
 @overload
@@ -54,13 +79,12 @@ def move_ids(ids: Tensor, device: torch.device) -> Tensor: ...
 def move_ids(ids: Ragged, device: torch.device) -> Ragged: ...
 def move_ids(ids: Ids, device: torch.device) -> Ids:
     if isinstance(ids, Ragged):
-        values, offsets = (x.to(device, non_blocking=True) for x in (ids.values, ids.offsets))
-        return ids._replace(values=values, offsets=offsets)
+        values = ids.values.to(device, non_blocking=True)
+        return ids._replace(values=values, offsets=ids.offsets.to(device, non_blocking=True))
     return ids.to(device, non_blocking=True)
 
 
-def join_ids(parts: Sequence[Ids]) -> Ids:
-    """The ids of several batches, one after the other."""
+def cat_ids(parts: Sequence[Ids]) -> Ids:
     if not isinstance(parts[0], Ragged):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     bags = [part for part in parts if isinstance(part, Ragged)]
@@ -68,7 +92,7 @@ def join_ids(parts: Sequence[Ids]) -> Ids:
 
 
 def take_ids(ids: Ids, rows: Tensor) -> Ids:
-    """The ids of some rows, in the order asked for.
+    """Select the ids of some rows, in the given order.
 
     Example:
         >>> take_ids(Ragged.from_lists([[7, 8], [], [9]]), torch.tensor([2, 0]))
@@ -78,24 +102,6 @@ def take_ids(ids: Ids, rows: Tensor) -> Ids:
         return ids[rows]
     lengths = ids.lengths()[rows]
     taken = Ragged.from_lengths(ids.values[:0], lengths)
-    ends = taken.offsets[1:]
-    shift = (ids.offsets[rows] - (ends - lengths)).repeat_interleave(lengths)
+    starts = taken.offsets[1:] - lengths
+    shift = (ids.offsets[rows] - starts).repeat_interleave(lengths)
     return taken._replace(values=ids.values[shift + torch.arange(len(shift), device=shift.device)])
-
-
-def empty_batch(features: Sequence[Feature], *, skipped: Sequence[SkippedSample] = ()) -> Batch:
-    """No rows, of these features.
-
-    Example:
-        >>> empty_batch([Feature("I1", "number"), Feature("C1")]).numbers.shape
-        torch.Size([0, 1])
-    """
-    none = torch.empty(0, dtype=torch.int64)
-    columns = sum(feature.kind == "number" for feature in features)
-    return Batch(
-        {f.name: Ragged.from_lengths(none, none) if f.kind == "ids" else none for f in features if f.kind != "number"},
-        numbers=torch.empty(0, columns),
-        labels=torch.empty(0),
-        index=none,
-        skipped=tuple(skipped),
-    )

@@ -1,4 +1,4 @@
-"""What training and evaluation ask of a part of the data, wherever it lies; and one that lies in memory."""
+"""The datasets of a run: train, validation and test, as the config describes them."""
 
 from __future__ import annotations
 
@@ -16,230 +16,218 @@ from torch import Tensor
 
 from unisono_models.datasets.file_patterns import check_same_files, find_files
 from unisono_models.recommender.config import DataConfig
+from unisono_models.recommender.data import movielens as movielens  # registers its datasets
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.chunks import Chunks, StreamingDataset
 from unisono_models.recommender.data.criteo import CriteoChunks, index_lines
 from unisono_models.recommender.data.features import Feature, parse_features
-from unisono_models.recommender.data.movielens import NOTE, PACKAGES, movielens_folder
+from unisono_models.recommender.data.files import SUFFIXES, DatasetFiles, find_dataset_files
 from unisono_models.recommender.data.parquet import ParquetChunks
 from unisono_models.recommender.data.ratings import Ratings, Vocabulary, find_atomic_files, in_intervals, read_ratings
-from unisono_models.recommender.data.splits import check_parts, split_chunks, split_groups, split_rows
+from unisono_models.recommender.data.splits import split_chunks, split_groups, split_rows, validate_parts
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.sampler import StepSampler
 
+Item = TypeVar("Item")
+
 
 class RowDataset(Protocol):
-    """Rows of one global order, of which each rank takes a share. The batch of a step depends on the seed alone."""
+    """Rows in one global order, of which each rank takes a share. The rows of a step depend on the seed alone."""
 
     @property
-    def rows(self) -> int: ...
+    def rows(self) -> int:
+        """The rows of all ranks, bad ones included."""
 
     def size_of(self, step: int) -> int:
-        """The number of rows of a step of training, over all ranks, bad ones included."""
-        ...
+        """The number of rows of a training step, over all ranks, bad ones included."""
 
-    def batch(self, step: int, rank: int, size: int) -> Batch:
-        """The rows of a step of training that belong to `rank` of `size`."""
-        ...
+    def batch(self, step: int, rank: int, world_size: int) -> Batch:
+        """Read the rows of a training step that belong to `rank`; there may be none.
 
-    def scan(self, rank: int, size: int, rows: int = 8192) -> Iterator[Batch]:
-        """The rows of `rank` of `size`, in order, in as many batches on every rank: a model communicates in each."""
-        ...
+        Raises: ValueError if the dataset has no rows at all.
+        """
+
+    def scan(self, rank: int, world_size: int, rows: int = 8192) -> Iterator[Batch]:
+        """Read all rows of `rank` in order, `rows` at a time.
+
+        Every rank gets the same number of batches, at least one, though some may be empty: models communicate in each.
+        """
 
 
 class InMemoryDataset:
-    """Some of the rows of Ratings, by number."""
+    """A RowDataset of some rows of Ratings."""
 
     def __init__(self, ratings: Ratings, numbers: Tensor, *, batch: int, seed: int) -> None:
         self.ratings, self.numbers = ratings, numbers
-        self._order = StepSampler(len(numbers), batch, seed) if len(numbers) else None
+        self._sampler = StepSampler(len(numbers), batch, seed) if len(numbers) else None
 
     @property
     def rows(self) -> int:
         return len(self.numbers)
 
     def size_of(self, step: int) -> int:
-        return len(self._order.at(step)) if self._order else 0
+        return len(self._sampler.at(step)) if self._sampler else 0
 
-    def batch(self, step: int, rank: int, size: int) -> Batch:
-        if self._order is None:
-            raise ValueError("MemoryPart: there are no rows to learn from")
-        return self.ratings.batch(self.numbers[self._order.share(step, rank, size)])
+    def batch(self, step: int, rank: int, world_size: int) -> Batch:
+        if self._sampler is None:
+            raise ValueError("InMemoryDataset: there are no rows to learn from")
+        return self.ratings.batch(self.numbers[self._sampler.share(step, rank, world_size)])
 
-    def scan(self, rank: int, size: int, rows: int = 8192) -> Iterator[Batch]:
-        for share in split_for_rank(len(self.numbers), rank, size, rows):
-            yield self.ratings.batch(self.numbers[share])
-
-
-def split_for_rank(count: int, rank: int, size: int, rows: int) -> list[Tensor]:
-    """The places, out of `count`, that belong to `rank` of `size`, in as many pieces on every rank, of about `rows` at most.
-
-    Example:
-        >>> [len(piece) for piece in shares(10, 1, 2, 3)], [len(piece) for piece in shares(1, 1, 2, 3)]
-        ([3, 2], [0])
-    """
-    mine = torch.arange(count).tensor_split(size)[rank]
-    longest = math.ceil(count / size)
-    return list(mine.tensor_split(max(1, math.ceil(longest / rows))))
-
-
-Item = TypeVar("Item")
-
-
-def prefetch(read: Callable[[int], Item], first: int, last: int) -> Iterator[tuple[Item, Item | None]]:
-    """read(first) to read(last - 1), each with the one that follows, if any. A thread reads the next two.
-
-    What `read` raises is raised in place of the item before.
-
-    Example:
-        >>> list(read_ahead(lambda step: step * step, 1, 4))
-        [(1, 4), (4, 9), (9, None)]
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="reading") as thread:
-        waiting = [thread.submit(read, step) for step in range(first, min(first + 2, last))]
-        for step in range(first, last):
-            now = waiting.pop(0).result()
-            if step + 2 < last:
-                waiting.append(thread.submit(read, step + 2))
-            yield now, waiting[0].result() if waiting else None
-
-
-KINDS = {".inter": "atomic", ".parquet": "parquet"} | dict.fromkeys((".tsv", ".txt", ".csv", ""), "criteo")
+    def scan(self, rank: int, world_size: int, rows: int = 8192) -> Iterator[Batch]:
+        for indices in split_for_rank(len(self.numbers), rank, world_size, rows):
+            yield self.ratings.batch(self.numbers[indices])
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """What there is to learn from and to be tested on."""
+    """What a run trains on, validates with and tests with."""
 
     features: tuple[Feature, ...]
     train: RowDataset
     valid: RowDataset
     test: RowDataset
     mapped: bool = False
-    """Whether ids have yet to get their rows, by a map that grows."""
+    """Whether an IdMap has to give the ids their rows."""
     ratings: Ratings | None = None
     """All interactions, if they are in memory."""
     sample: Batch | None = None
-    """Some rows for the planner of the tables to count in."""
+    """Some rows from which the planner of the tables counts ids."""
     notes: tuple[str, ...] = ()
-    """Licences, and what is odd about the files."""
+    """Licences, and warnings about the files."""
 
     @property
     def fingerprint(self) -> str:
-        """Stands for what rows mean: a checkpoint is of use with the same only."""
+        """A hash of what the ids and rows mean. A checkpoint can only be resumed with the same fingerprint."""
         words = {} if self.ratings is None else {name: x.values for name, x in sorted(self.ratings.vocabularies.items())}
-        rows = [part.rows for part in (self.train, self.valid, self.test)]
+        rows = [dataset.rows for dataset in (self.train, self.valid, self.test)]
         text = json.dumps([words, rows, [(x.name, x.kind, x.rows) for x in self.features]])
         return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
-    def rows_of(self, part: RowDataset) -> Tensor:
-        """Which of the ratings a part has."""
-        assert isinstance(part, InMemoryDataset)
-        return part.numbers
+    def rows_of(self, dataset: RowDataset) -> Tensor:
+        """The rows of the ratings that a dataset in memory has."""
+        assert isinstance(dataset, InMemoryDataset)
+        return dataset.numbers
 
 
 def build_datasets(
     config: DataConfig, *, seed: int, ranks: Ranks, vocabularies: Mapping[str, Vocabulary] | None = None
 ) -> Datasets:
-    """Open the data on all ranks together. What fails on one fails on all.
+    """Open the data that the config describes. All ranks call; an error on one rank is raised on all.
 
-    vocabularies: those of a trained model, whose rows the values of atomic files are to have.
+    Args:
+        seed: Decides the order of training. The splits depend on `config.split_seed`.
+        vocabularies: Those of a trained model, so that the values of atomic files get its rows.
     """
-    with raise_together("open_source"):
-        kind = format_of(config)
+    with raise_together("build_datasets"):
+        files = find_dataset_files(config.source, config.format)
         features = parse_features(config.features)
         if config.label in {feature.name for feature in features}:
-            raise ValueError(f"data.features: {config.label} is what is to be predicted (data.label)")
-        if config.test and kind == "atomic":
+            raise ValueError(f"data.features: {config.label} is the label that the model predicts (data.label)")
+        if config.test and files.format == "atomic":
             raise ValueError(
-                f"data.test={config.test}: atomic files are split by data.parts; only streamed data has another test"
+                f"data.test={config.test}: atomic files are split by data.parts; only streamed data can have another test set"
             )
-    if kind == "atomic":
-        return _open_ratings(config, features, seed, ranks, vocabularies)
-    pass  # needs pyarrow for parquet
-
-    return open_streams(config, kind, features, seed=seed, ranks=ranks)
+    if files.format == "atomic":
+        return _build_in_memory(config, files, features, seed, ranks, vocabularies)
+    return _build_streaming(config, files, features, seed, ranks)
 
 
-def format_of(config: DataConfig) -> str:
-    """What the files are: as the config says, or by their names."""
-    if config.source in PACKAGES:
-        return "atomic"
-    return config.format if config.format != "auto" else find_files(config.source, kinds=KINDS, what="data.source")[0]
-
-
-def _open_ratings(
+def _build_in_memory(
     config: DataConfig,
+    files: DatasetFiles,
     features: tuple[Feature, ...],
     seed: int,
     ranks: Ranks,
     vocabularies: Mapping[str, Vocabulary] | None,
 ) -> Datasets:
+    source = Path(files.source)
     paths: list[Path] = []
-    with raise_together("open_source"):
-        known = config.source in PACKAGES
-        folder = movielens_folder(config.source) if known else Path(config.source)
-        paths = list(find_atomic_files(folder).values())
+    with raise_together("build_datasets"):
+        paths = list(find_atomic_files(source).values())
     check_same_files(paths, source=config.source, what="data.source")
-    with raise_together("open_source"):
+    with raise_together("build_datasets"):
         columns = {"user": config.user, "item": config.item, "value": config.label}
-        ratings = read_ratings(folder, features, **columns, threshold=config.threshold, vocabularies=vocabularies)
-        ratings = ratings.keep(in_intervals(ratings.values, config.keep).nonzero().squeeze(1))
+        ratings = read_ratings(source, features, **columns, threshold=config.threshold, vocabularies=vocabularies)
+        ratings = ratings.select(in_intervals(ratings.values, config.keep).nonzero().squeeze(1))
         if not len(ratings):
-            raise ValueError(f"data.keep={config.keep!r}: no interaction of {folder} is left")
+            raise ValueError(f"data.keep={config.keep!r}: no interaction of {source} is left")
         if config.split == "rows":
-            parts = split_rows(len(ratings), config.parts, seed=config.split_seed)
+            splits = split_rows(len(ratings), config.parts, seed=config.split_seed)
         else:
-            parts = split_groups(ratings.users, config.parts, seed=config.split_seed)
-        train, valid, test = (InMemoryDataset(ratings, rows, batch=config.batch, seed=seed) for rows in parts)
-    notes = (NOTE.format(PACKAGES[config.source][1]),) if known else ()
+            splits = split_groups(ratings.users, config.parts, seed=config.split_seed)
+        train, valid, test = (InMemoryDataset(ratings, rows, batch=config.batch, seed=seed) for rows in splits)
     sample = ratings.batch(torch.arange(min(len(ratings), config.batch)).tensor_split(ranks.size)[ranks.rank])
-    return Datasets(ratings.features, train, valid, test, False, ratings, sample, notes)
+    return Datasets(ratings.features, train, valid, test, ratings=ratings, sample=sample, notes=files.notes)
 
 
-FORMATS = {
-    "parquet": {".parquet": "parquet"},
-    "criteo": {".tsv": "text", ".txt": "text", ".csv": "text", "": "text"},
-}
-
-
-def open_streams(config: DataConfig, kind: str, features: Sequence[Feature], *, seed: int, ranks: Ranks) -> Datasets:
-    """The data of a run whose rows stay on disk. All ranks call.
-
-    Validation and test are blocks of rows held out at random; the test is `config.test` instead, if it is given.
-    """
-    features = tuple(f.settle("number" if kind == "criteo" and f.name.startswith("I") else "id") for f in features)
-    with raise_together("open_source"):
-        check_parts(config.parts)
+def _build_streaming(config: DataConfig, files: DatasetFiles, features: Sequence[Feature], seed: int, ranks: Ranks) -> Datasets:
+    """Hold out chunks at random for validation and test. `config.test`, if given, is the test set instead."""
+    criteo = files.format == "criteo"
+    features = tuple(f.with_default_kind("number" if criteo and f.name.startswith("I") else "id") for f in features)
+    with raise_together("build_datasets"):
+        validate_parts(config.parts)
         if config.parts[1] != config.parts[2] and not config.test:
-            raise ValueError(f"data.parts={config.parts}: of streamed data, validation and test are parts of the same size")
-    blocks = _open_blocks(config.source, kind, features, config, ranks)
-    with raise_together("open_source"):
-        train, valid, test = split_chunks(blocks, config.parts[1], config.split_seed)
-    tested, chosen = blocks, (train, valid, test)
+            raise ValueError(
+                f"data.parts={config.parts}: validation and test have to be of the same size where data is streamed"
+            )
+    chunks = test_chunks = _open_chunks(files.source, files.format, features, config, ranks)
+    with raise_together("build_datasets"):
+        train, valid, test = split_chunks(chunks, config.parts[1], config.split_seed)
     if config.test:
-        tested = _open_blocks(config.test, kind, features, config, ranks)
-        chosen = (torch.cat([train, test]), valid, torch.arange(len(tested.sizes)))
-    with raise_together("open_source"):
-        parts = [
-            StreamingDataset(x, which, features=features, ids=config.ids, batch=config.batch, seed=seed)
-            for x, which in zip((blocks, blocks, tested), chosen, strict=True)
-        ]
+        test_chunks = _open_chunks(config.test, files.format, features, config, ranks)
+        train = torch.cat([train, test])
+        test = torch.arange(len(test_chunks.sizes))
+
+    def build(chunks: Chunks, chosen: Tensor) -> StreamingDataset:
+        return StreamingDataset(chunks, chosen, features=features, ids=config.ids, batch=config.batch, seed=seed)
+
+    with raise_together("build_datasets"):
+        train_set, valid_set, test_set = build(chunks, train), build(chunks, valid), build(test_chunks, test)
         mapped = config.ids == "mapped"
-        sample = None if mapped else replace(parts[0].batch(0, ranks.rank, ranks.size), skipped=())
-        notes = tuple(dict.fromkeys(note for x in (blocks, tested) for note in getattr(x, "notes", ())))
-    return Datasets(features, parts[0], parts[1], parts[2], mapped=mapped, sample=sample, notes=notes)
+        sample = None if mapped else replace(train_set.batch(0, ranks.rank, ranks.size), skipped=())
+    notes = dict.fromkeys(note for x in (chunks, test_chunks) for note in getattr(x, "notes", ()))
+    return Datasets(features, train_set, valid_set, test_set, mapped=mapped, sample=sample, notes=(*files.notes, *notes))
 
 
-def _open_blocks(source: str, kind: str, features: Sequence[Feature], config: DataConfig, ranks: Ranks) -> Chunks:
+def _open_chunks(source: str, format: str, features: Sequence[Feature], config: DataConfig, ranks: Ranks) -> Chunks:
     paths: list[Path] = []
-    with raise_together("open_source"):
-        _, paths = find_files(source, kinds=FORMATS[kind], what="data.source")
+    with raise_together("build_datasets"):
+        _, paths = find_files(source, kinds=dict.fromkeys(SUFFIXES[format], format), what="data.source")
     check_same_files(paths, source=source, what="data.source")
-    if kind == "parquet":
-        with raise_together("open_source"):
-            return ParquetChunks(paths, features, label=config.label, rows_per_block=config.block)
-    index = index_lines(paths, lines_per_block=config.block, ranks=ranks)
-    with raise_together("open_source"):
+    if format == "parquet":
+        with raise_together("build_datasets"):
+            return ParquetChunks(paths, features, label=config.label, rows_per_chunk=config.chunk_rows)
+    index = index_lines(paths, lines_per_chunk=config.chunk_rows, ranks=ranks)
+    with raise_together("build_datasets"):
         return CriteoChunks(paths, features, index=index)
+
+
+def split_for_rank(count: int, rank: int, world_size: int, rows: int) -> list[Tensor]:
+    """Divide `count` rows among ranks, and this rank's share into pieces of about `rows` at most: as many on every rank.
+
+    Example:
+        >>> [len(piece) for piece in split_for_rank(10, 1, 2, 3)], [len(piece) for piece in split_for_rank(1, 1, 2, 3)]
+        ([3, 2], [0])
+    """
+    mine = torch.arange(count).tensor_split(world_size)[rank]
+    longest = math.ceil(count / world_size)
+    return list(mine.tensor_split(max(1, math.ceil(longest / rows))))
+
+
+def prefetch(read: Callable[[int], Item], first: int, last: int) -> Iterator[tuple[Item, Item | None]]:
+    """Yield read(first) to read(last - 1), each with its successor, if any. A thread reads the next two.
+
+    An error of `read` is raised in place of the item before.
+
+    Example:
+        >>> list(prefetch(lambda step: step * step, 1, 4))
+        [(1, 4), (4, 9), (9, None)]
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
+        waiting = [thread.submit(read, step) for step in range(first, min(first + 2, last))]
+        for step in range(first, last):
+            now = waiting.pop(0).result()
+            if step + 2 < last:
+                waiting.append(thread.submit(read, step + 2))
+            yield now, waiting[0].result() if waiting else None

@@ -1,4 +1,4 @@
-"""Features: which columns of the data a model sees, and how."""
+"""Features: the columns of the data that a model takes as inputs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ Kind = Literal["id", "ids", "number", "auto"]
 class Feature:
     """One column of the data as an input of a model.
 
-    kind: "id": one value of many, which has a row in an embedding table. "ids": some of them, a bag. "number": a quantity.
-    "auto": as the data says.
-    rows: of its table; row 0 is that of values that are unknown. 0: as many as there are, which only data in memory can tell.
+    Args:
+        kind: "id": one categorical value, which has a row in an embedding table. "ids": a bag of such values. "number": a
+            float. "auto": the file's header decides.
+        rows: The number of rows of the embedding table. Row 0 is for unknown values. 0: one row for each value in the data,
+            which only data in memory can tell.
 
     Example:
         >>> Feature.parse("user_id"), Feature.parse("C7:id:100000")
@@ -28,39 +30,39 @@ class Feature:
 
     def __post_init__(self) -> None:
         if not self.name or "." in self.name or "/" in self.name:
-            raise ValueError(f"Feature {self.name!r}: a name must not be empty, or have a dot or a slash")
+            raise ValueError(f"Feature {self.name!r}: a name must not be empty and must not contain a dot or a slash")
         if self.kind not in get_args(Kind):
             raise ValueError(f"Feature {self.name!r}: kind {self.kind!r} is not one of {', '.join(get_args(Kind))}")
         if self.rows < 0 or self.rows == 1 or (self.rows and self.kind == "number"):
-            raise ValueError(f"Feature {self.name!r}: rows={self.rows}: a table has at least 2 rows, and a number has none")
+            raise ValueError(f"Feature {self.name!r}: rows={self.rows}: a table has at least 2 rows, and a number has no table")
 
     @classmethod
     def parse(cls, text: str) -> Feature:
-        """From "name", "name:kind" or "name:kind:rows", as on the command line."""
+        """Parse "name", "name:kind" or "name:kind:rows", as on the command line."""
         name, _, rest = text.partition(":")
         kind, _, rows = rest.partition(":")
         if rows and not rows.isdecimal():
             raise ValueError(
                 f"feature {text!r}: {rows!r} is not a number of rows; a feature is NAME, NAME:KIND or NAME:KIND:ROWS"
             )
-        return cls(name, kind or "auto", int(rows or 0))  # type: ignore[arg-type]  # checked above
+        return cls(name, kind or "auto", int(rows or 0))  # type: ignore[arg-type]  # __post_init__ checks it
 
     def __str__(self) -> str:
-        """What `parse` reads."""
+        """Write the text that `parse` reads."""
         return f"{self.name}:{self.kind}" + (f":{self.rows}" if self.rows else "")
 
-    def settle(self, kind: Kind) -> Feature:
-        """With this kind, unless it has one."""
+    def with_default_kind(self, kind: Kind) -> Feature:
+        """Replace the kind "auto" by `kind`."""
         return replace(self, kind=kind) if self.kind == "auto" else self
 
 
 def parse_features(texts: Sequence[str]) -> tuple[Feature, ...]:
-    """All features of a model, in order.
+    """Parse all features of a model, in order.
 
-    Raises: ValueError that names one that is there twice, or is none.
+    Raises: ValueError for a feature that cannot be parsed or that is listed twice.
     """
     features = tuple(Feature.parse(text) for text in texts)
     names = [feature.name for feature in features]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"features: {', '.join(twice)} more than once")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"features: {', '.join(repeated)} more than once")
     return features

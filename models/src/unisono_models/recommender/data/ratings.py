@@ -1,4 +1,8 @@
-"""Vocabulary: rows of an embedding table for the values of a column that is known as a whole."""
+"""Interactions of users with items, in memory, read from RecBole's atomic files.
+
+An atomic file is tab-separated text under a header of NAME:TYPE. NAME.inter has the interactions; NAME.user and NAME.item, if
+they exist, have further columns of users and items.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,27 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from unisono.embedding import Ragged
 from unisono_models.datasets.skip_report import SkippedSample
-from unisono_models.recommender.config import DataConfig
 from unisono_models.recommender.data.batch import Batch, Ids, take_ids
 from unisono_models.recommender.data.features import Feature, Kind
-from unisono_models.recommender.data.movielens import PACKAGES, movielens_folder
 
-UNKNOWN = 0  # the row of all values that are not in the vocabulary, and of missing ones
+Side = Literal["inter", "user", "item"]
+UNKNOWN = 0  # the row of values that are missing or not in the vocabulary
+KIND_OF_TYPE: dict[str, Kind] = {"token": "id", "token_seq": "ids", "float": "number"}
+TYPES = (*KIND_OF_TYPE, "float_seq")
+TITLE_COLUMNS = ("movie_title", "title", "name")
+_LARGEST = torch.finfo(torch.float32).max
+_INTERVAL = re.compile(r"\s*([\[(])\s*([^,\s]+)\s*,\s*([^,\s]+)\s*([\])])\s*")
 
 
 class Vocabulary:
-    """The different values of a column, sorted, from row 1 on; row 0 is that of all others. Empty values are none.
+    """The distinct values of a column, sorted, which have rows 1, 2, … of an embedding table. Row 0 is for all other values.
 
     Example:
         >>> genres = Vocabulary(["Drama", "Comedy", "Drama", ""])
@@ -34,7 +43,7 @@ class Vocabulary:
         self._rows = {value: row for row, value in enumerate(self.values, UNKNOWN + 1)}
 
     def __len__(self) -> int:
-        """Rows that a table needs."""
+        """The rows that a table needs."""
         return len(self.values) + 1
 
     def row(self, value: str) -> int:
@@ -45,103 +54,20 @@ class Vocabulary:
         return torch.tensor([find(value, UNKNOWN) for value in values], dtype=torch.int64)
 
     def value(self, row: int) -> str:
-        """The value of a row; of row 0, nothing."""
+        """The value of a row; the empty string for row 0."""
         return self.values[row - 1] if row > UNKNOWN else ""
-
-
-TYPES = ("token", "token_seq", "float", "float_seq")
-
-
-@dataclass(frozen=True)
-class AtomicColumn:
-    """A column of text. `type`: as the header says."""
-
-    type: str
-    values: list[str]
-
-
-@dataclass(frozen=True)
-class AtomicFile:
-    """The columns of a file by name, and the rows that were left out."""
-
-    path: Path
-    columns: dict[str, AtomicColumn]
-    lines: list[int]
-    """Of each row, for messages: the header is line 1."""
-    names: tuple[str, ...]
-    """Of all columns of the file, read or not."""
-    skipped: list[SkippedSample] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def column(self, name: str) -> list[str]:
-        """The values of a column. Raises: ValueError with the columns that there are."""
-        if name not in self.columns:
-            raise ValueError(f"{self.path} has no column {name!r}; it has {', '.join(self.names)}")
-        return self.columns[name].values
-
-    def without(self, bad: Collection[int], reason: str, errors: list[str]) -> AtomicFile:
-        """Without some rows, which are noted as skipped, with an error each."""
-        if not bad:
-            return self
-        gone = dict(zip(bad, errors, strict=True))
-        kept = [row for row in range(len(self)) if row not in gone]
-        skips = [SkippedSample(self.lines[row], self.path.name, reason, error) for row, error in gone.items()]
-        columns = {name: AtomicColumn(x.type, [x.values[row] for row in kept]) for name, x in self.columns.items()}
-        return replace(self, columns=columns, lines=[self.lines[row] for row in kept], skipped=self.skipped + skips)
-
-
-def read_atomic(path: Path, columns: Collection[str] | None = None) -> AtomicFile:
-    """Read an atomic file (.inter, .user, .item): `columns` of it, or all. Lines of another number of fields are skipped.
-
-    A file without types in its header is read, too: all its columns are tokens then.
-
-    Raises: ValueError that names the file if its header is none.
-    """
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-        names = _read_header(path, next(lines, ""))
-        wanted = [place for place, name in enumerate(names) if columns is None or name in columns]
-        fields: list[list[str]] = [[] for _ in wanted]
-        numbers, skipped = [], []
-        for number, line in enumerate(lines, 2):
-            parts = line.rstrip("\r\n").split("\t")
-            if len(parts) != len(names):
-                if parts != [""]:  # an empty line is no row
-                    error = f"{len(parts)} fields instead of {len(names)}"
-                    skipped.append(SkippedSample(number, path.name, "another number of fields", error))
-                continue
-            for values, place in zip(fields, wanted, strict=True):
-                values.append(parts[place])
-            numbers.append(number)
-    kinds = list(names.items())
-    found = {kinds[place][0]: AtomicColumn(kinds[place][1], values) for place, values in zip(wanted, fields, strict=True)}
-    return AtomicFile(path, found, numbers, tuple(names), skipped)
-
-
-def _read_header(path: Path, line: str) -> dict[str, str]:
-    """The type of each column by name, in order."""
-    parts = [part.partition(":") for part in line.lstrip("\ufeff").rstrip("\r\n").split("\t")]
-    names = {name.strip(): kind.strip() or "token" for name, _, kind in parts}
-    wrong = [f"{name}:{kind}" for name, kind in names.items() if not name or kind not in TYPES]
-    if wrong or len(names) < len(parts):
-        raise ValueError(
-            f"{path}: line 1 is no header of an atomic file ({line.strip()[:80]!r}): it needs NAME:TYPE, different "
-            f"names with tabs between, with a TYPE of {', '.join(TYPES)}"
-        )
-    return names
-
-
-Side = str  # "inter", "user" or "item"
 
 
 @dataclass(frozen=True)
 class Ratings:
-    """Rows of (user, item, value), and the features of each: its own, its user's and its item's.
+    """Rows of (user, item, value) with their features.
 
-    Columns of users and items are kept once for each of them, by their row in the vocabulary, and joined when a batch is made.
+    Columns of users and items are stored once for each user and item, by its row in the vocabulary. `batch` and `join` look
+    them up.
     """
 
+    path: Path
+    """The .inter file."""
     features: tuple[Feature, ...]
     """With the number of rows of their tables."""
     vocabularies: dict[str, Vocabulary]
@@ -149,90 +75,175 @@ class Ratings:
     """int64 (rows,): row in the vocabulary of users."""
     items: Tensor
     values: Tensor
-    """float64 (rows,): what is to be learned, such as a rating."""
+    """float64 (rows,): what the model predicts, such as a rating."""
     labels: Tensor
     """float32 (rows,): 0 or 1."""
     columns: dict[str, tuple[Side, Ids]]
-    """By feature: whose it is, and its ids or numbers, one for each row, user or item."""
+    """By feature: whether it belongs to interactions, users or items, and its ids or numbers, one for each of them."""
     user: str
+    """The name of the column of users."""
     item: str
     read: int
-    """Rows that were read, bad ones included, before any was dropped."""
+    """The rows of the file, bad ones included."""
     skipped: tuple[SkippedSample, ...] = ()
 
     def __len__(self) -> int:
         return len(self.users)
 
     def batch(self, rows: Tensor) -> Batch:
-        """Some rows, by number."""
         return self.join(self.users[rows], self.items[rows], rows)
 
     def join(self, users: Tensor, items: Tensor, rows: Tensor | None = None) -> Batch:
-        """Any users with any items, by their rows in the vocabularies. Without `rows` features of interactions are unknown."""
+        """Make a batch of any users with any items, by their rows in the vocabularies.
+
+        rows: The interactions they belong to. None: features of interactions are unknown.
+        """
         places = {"user": users, "item": items, "inter": rows}
-        found: dict[str, Ids] = {}
+        ids: dict[str, Ids] = {}
+        numbers: list[Tensor] = []
         for feature in self.features:
             side, column = self.columns[feature.name]
             place = places[side]
-            found[feature.name] = _nothing(feature, len(users)) if place is None else take_ids(column, place)
-        numbers = [x for f in self.features if f.kind == "number" and isinstance(x := found.pop(f.name), Tensor)]
-        index = torch.arange(len(users)) if rows is None else rows
-        labels = torch.zeros(len(users)) if rows is None else self.labels[rows]
-        return Batch(found, torch.stack(numbers, 1) if numbers else torch.empty(len(users), 0), labels, index)
+            taken = _unknown_column(feature, len(users)) if place is None else take_ids(column, place)
+            if feature.kind == "number" and isinstance(taken, Tensor):
+                numbers.append(taken)
+            else:
+                ids[feature.name] = taken
+        return Batch(
+            ids,
+            numbers=torch.stack(numbers, 1) if numbers else torch.empty(len(users), 0),
+            labels=torch.zeros(len(users)) if rows is None else self.labels[rows],
+            index=torch.arange(len(users)) if rows is None else rows,
+        )
 
-    def keep(self, rows: Tensor) -> Ratings:
-        """Only these rows; vocabularies and tables of users and items stay as they are."""
+    def select(self, rows: Tensor) -> Ratings:
+        """Keep only these rows. Vocabularies, and the columns of users and items, stay as they are."""
         columns = {name: (side, take_ids(x, rows) if side == "inter" else x) for name, (side, x) in self.columns.items()}
         users, items, values, labels = (x[rows] for x in (self.users, self.items, self.values, self.labels))
         return replace(self, users=users, items=items, values=values, labels=labels, columns=columns)
 
 
-def _nothing(feature: Feature, rows: int) -> Ids:
+def _unknown_column(feature: Feature, rows: int) -> Ids:
     if feature.kind == "number":
         return torch.zeros(rows)
-    empty = torch.zeros(rows, dtype=torch.int64)
-    return empty if feature.kind == "id" else Ragged.from_lengths(empty[:0], empty)
-
-
-_ONE = re.compile(r"\s*([\[(])\s*([^,\s]+)\s*,\s*([^,\s]+)\s*([\])])\s*")
+    unknown = torch.zeros(rows, dtype=torch.int64)
+    return unknown if feature.kind == "id" else Ragged.from_lengths(unknown[:0], unknown)
 
 
 def in_intervals(values: Tensor, intervals: str) -> Tensor:
-    """Which of the values lie in one of the intervals; a round bracket leaves the limit out.
+    """Test which values lie in one of the intervals, written as in RecBole's configs. A round bracket excludes the limit.
 
     Example:
-        >>> inside(torch.tensor([1.0, 3.0, 4.0]), "[0,3);(3,inf)")
+        >>> in_intervals(torch.tensor([1.0, 3.0, 4.0]), "[0,3);(3,inf)")
         tensor([ True, False,  True])
     """
     found = torch.zeros_like(values, dtype=torch.bool)
     for text in intervals.split(";"):
-        match = _ONE.fullmatch(text)
-        try:
-            low, high = (float(match[2]), float(match[3])) if match else (1.0, 0.0)
-        except ValueError:
-            match = None
-        if match is None:
-            raise ValueError(f"interval {text!r}: expected such as [0,3) or (3,inf), several with ; between")
+        match = _INTERVAL.fullmatch(text)
+        if match is None or not (_is_float(match[2]) and _is_float(match[3])):
+            raise ValueError(f"interval {text!r}: expected such as [0,3) or (3,inf), with ; between several")
+        low, high = float(match[2]), float(match[3])
         above = values >= low if match[1] == "[" else values > low
         below = values <= high if match[4] == "]" else values < high
         found |= above & below
     return found
 
 
-KINDS: dict[str, Kind] = {"token": "id", "token_seq": "ids", "float": "number"}
-_LARGEST = torch.finfo(torch.float32).max
+def _is_float(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class AtomicColumn:
+    type: str
+    """One of TYPES, from the header."""
+    values: list[str]
+
+
+@dataclass(frozen=True)
+class AtomicFile:
+    """The columns that were read, by name, and the rows that were left out."""
+
+    path: Path
+    columns: dict[str, AtomicColumn]
+    lines: list[int]
+    """The line of each row, for messages. The header is line 1."""
+    names: tuple[str, ...]
+    """All columns of the file, read or not."""
+    skipped: list[SkippedSample] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def column(self, name: str) -> list[str]:
+        """The values of a column. Raises: ValueError that lists the columns of the file."""
+        if name not in self.columns:
+            raise ValueError(f"{self.path} has no column {name!r}; it has {', '.join(self.names)}")
+        return self.columns[name].values
+
+    def without(self, errors: Mapping[int, str], reason: str) -> AtomicFile:
+        """Leave out some rows, by number, and note each of them as skipped, with its error."""
+        if not errors:
+            return self
+        rows = [row for row in range(len(self)) if row not in errors]
+        skipped = [SkippedSample(self.lines[row], self.path.name, reason, error) for row, error in errors.items()]
+        columns = {name: AtomicColumn(x.type, [x.values[row] for row in rows]) for name, x in self.columns.items()}
+        return replace(self, columns=columns, lines=[self.lines[row] for row in rows], skipped=self.skipped + skipped)
+
+
+def read_atomic(path: Path, columns: Collection[str] | None = None) -> AtomicFile:
+    """Read some columns, or all, of an atomic file. Lines with a wrong number of fields are skipped.
+
+    A column without a type in the header is a token.
+
+    Raises: ValueError if the first line is not a header.
+    """
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as text:
+        types = _read_header(path, next(text, ""))
+        wanted = [(place, name) for place, name in enumerate(types) if columns is None or name in columns]
+        values: dict[str, list[str]] = {name: [] for _, name in wanted}
+        lines, skipped = [], []
+        for number, line in enumerate(text, 2):
+            fields = line.rstrip("\r\n").split("\t")
+            if fields == [""]:  # an empty line is not a row
+                continue
+            if len(fields) != len(types):
+                error = f"{len(fields)} fields instead of {len(types)}"
+                skipped.append(SkippedSample(number, path.name, "wrong number of fields", error))
+                continue
+            for place, name in wanted:
+                values[name].append(fields[place])
+            lines.append(number)
+    found = {name: AtomicColumn(types[name], column) for name, column in values.items()}
+    return AtomicFile(path, found, lines, tuple(types), skipped)
+
+
+def _read_header(path: Path, line: str) -> dict[str, str]:
+    """The type of each column by name, in order."""
+    parts = [part.partition(":") for part in line.lstrip("\ufeff").rstrip("\r\n").split("\t")]
+    types = {name.strip(): kind.strip() or "token" for name, _, kind in parts}
+    if len(types) < len(parts) or any(not name or kind not in TYPES for name, kind in types.items()):
+        raise ValueError(
+            f"{path}: line 1 is not the header of an atomic file ({line.strip()[:80]!r}): it needs different NAME:TYPE with "
+            f"tabs between, and TYPE is one of {', '.join(TYPES)}"
+        )
+    return types
 
 
 def find_atomic_files(source: Path) -> dict[Side, Path]:
-    """The files of a folder, or beside the .inter file `source`: "inter", and "user" and "item" where they are."""
+    """Find the files of a folder, or beside the .inter file `source`: "inter", and "user" and "item" where they exist."""
     inter = source
     if not source.is_file():
         found = sorted(source.glob("*.inter"))
         if len(found) != 1:
             raise ValueError(f"{source}: expected one .inter file of RecBole's, or the path of one, found {len(found)}")
         inter = found[0]
-    beside = {side: inter.with_suffix(f".{side}") for side in ("user", "item")}
-    return {"inter": inter} | {side: path for side, path in beside.items() if path.is_file()}
+    paths: dict[Side, Path] = {"inter": inter, "user": inter.with_suffix(".user"), "item": inter.with_suffix(".item")}
+    return {side: path for side, path in paths.items() if path.is_file()}
 
 
 def read_ratings(
@@ -245,102 +256,120 @@ def read_ratings(
     threshold: float,
     vocabularies: Mapping[str, Vocabulary] | None = None,
 ) -> Ratings:
-    """Read NAME.inter in the folder `source`, or `source` itself, with NAME.user and NAME.item where they are.
+    """Read NAME.inter in the folder `source`, or `source` itself, with NAME.user and NAME.item where they exist.
 
-    A row's label is whether its value is at least `threshold`. A feature is looked for among the columns of interactions, then
-    of users, then of items. Rows with a value or number that is none, or without user or item, are skipped.
+    A feature is looked up among the columns of interactions, then of users, then of items. Rows without user or item, or with
+    a value or number that is not a number, are skipped.
 
-    vocabularies: those that a model was trained with: values that they lack are unknown, in row 0.
+    Args:
+        user, item, value: The names of these columns.
+        threshold: The label of a row is 1 if its value is at least this.
+        vocabularies: Those that a model was trained with. Values that they lack are unknown, in row 0.
     """
-    paths = find_atomic_files(source)
     wanted = {user, item, value} | {feature.name for feature in features}
-    tables = {side: read_atomic(path, wanted) for side, path in paths.items()}
-    features = [_settle(feature, tables, user, item) for feature in features]
-    read, known = len(tables["inter"]) + len(tables["inter"].skipped), dict(vocabularies or {})
-    for side, table in tables.items():
-        numbers = [f.name for f in features if f.kind == "number" and f.name in table.columns]
-        tables[side] = _with_numbers(table, [*([value] if side == "inter" else []), *numbers], blank=side != "inter")
-    inter = tables["inter"]
-    lost = [row for row, key in enumerate(zip(inter.column(user), inter.column(item), strict=True)) if not all(key)]
-    inter = tables["inter"] = inter.without(lost, "no user or no item", [""] * len(lost))
+    files = {side: read_atomic(path, wanted) for side, path in find_atomic_files(source).items()}
+    features = [_resolve_kind(feature, files, user, item) for feature in features]
+    read = len(files["inter"]) + len(files["inter"].skipped)
+    for side, file in files.items():
+        numbers = [f.name for f in features if f.kind == "number" and f.name in file.columns]
+        if side == "inter":
+            files[side] = _without_bad_numbers(file, [value, *numbers], allow_blank=False)
+        else:
+            files[side] = _without_bad_numbers(file, numbers, allow_blank=True)
+    inter = files["inter"]
+    keys = zip(inter.column(user), inter.column(item), strict=True)
+    inter = inter.without({row: "" for row, key in enumerate(keys) if not all(key)}, "no user or no item")
+    files["inter"] = inter
+    known = dict(vocabularies or {})
     for name in (user, item):
         known.setdefault(name, Vocabulary(inter.column(name)))
-    for side, key in (("user", user), ("item", item)):
-        if side in tables:
-            tables[side] = _by_row(tables[side], key, known[key])
+    if "user" in files:
+        files["user"] = _order_by_vocabulary(files["user"], user, known[user])
+    if "item" in files:
+        files["item"] = _order_by_vocabulary(files["item"], item, known[item])
     columns: dict[str, tuple[Side, Ids]] = {}
     for feature in features:
-        if feature.name in (user, item):  # theirs, though it is interactions that have the column
+        if feature.name in (user, item):  # the column stands in .inter, but the id belongs to the user or item
             columns[feature.name] = ("user" if feature.name == user else "item", torch.arange(len(known[feature.name])))
         else:
-            side = next(side for side, table in tables.items() if feature.name in table.columns)
-            columns[feature.name] = (side, _encode(feature, tables[side].column(feature.name), known))
+            side = next(side for side, file in files.items() if feature.name in file.columns)
+            columns[feature.name] = (side, _encode(feature, files[side].column(feature.name), known))
     values = torch.tensor([float(text) for text in inter.column(value)], dtype=torch.float64)
-    users, items = (known[name].rows(inter.column(name)) for name in (user, item))
-    skipped = tuple(skip for table in tables.values() for skip in table.skipped)
-    labels, sized = (values >= threshold).float(), tuple(_with_rows(feature, known) for feature in features)
-    return Ratings(sized, known, users, items, values, labels, columns, user, item, read, skipped)
+    return Ratings(
+        inter.path,
+        features=tuple(_with_rows(feature, known) for feature in features),
+        vocabularies=known,
+        users=known[user].rows(inter.column(user)),
+        items=known[item].rows(inter.column(item)),
+        values=values,
+        labels=(values >= threshold).float(),
+        columns=columns,
+        user=user,
+        item=item,
+        read=read,
+        skipped=tuple(skip for file in files.values() for skip in file.skipped),
+    )
 
 
-def _settle(feature: Feature, tables: Mapping[Side, AtomicFile], user: str, item: str) -> Feature:
-    """With the kind that the header of its column says, if it says none itself."""
+def _resolve_kind(feature: Feature, files: Mapping[Side, AtomicFile], user: str, item: str) -> Feature:
+    """Replace the kind "auto" by that of the column's header."""
     if feature.name in (user, item):
         if feature.kind not in ("id", "auto"):
-            raise ValueError(f"data.features: {feature.name}:{feature.kind}: users and items are of kind id")
+            raise ValueError(f"data.features: {feature.name}:{feature.kind}: users and items have to be of kind id")
         return replace(feature, kind="id")
-    for table in tables.values():
-        if feature.name in table.columns:
-            kind = table.columns[feature.name].type
-            if feature.kind == "auto" and kind not in KINDS:
+    for file in files.values():
+        if feature.name in file.columns:
+            kind = file.columns[feature.name].type
+            if feature.kind == "auto" and kind not in KIND_OF_TYPE:
                 raise ValueError(
-                    f"data.features: {feature.name}: {table.path.name} has it as {kind}, which is no kind of feature"
+                    f"data.features: {feature.name}: its type in {file.path.name} is {kind}, which cannot be a feature"
                 )
-            return feature.settle(KINDS.get(kind, "id"))
-    have = "; ".join(f"{table.path.name}: {', '.join(table.names)}" for table in tables.values())
-    raise ValueError(f"data.features: there is no column {feature.name!r}. {have}")
+            return feature.with_default_kind(KIND_OF_TYPE.get(kind, "id"))
+    columns = "; ".join(f"{file.path.name}: {', '.join(file.names)}" for file in files.values())
+    raise ValueError(f"data.features: there is no column {feature.name!r}. {columns}")
 
 
-def _with_numbers(table: AtomicFile, names: Sequence[str], *, blank: bool) -> AtomicFile:
-    """Without the rows in which one of these columns has no number of float32. `blank`: an empty one is a 0."""
+def _without_bad_numbers(file: AtomicFile, names: Sequence[str], *, allow_blank: bool) -> AtomicFile:
+    """Leave out the rows in which one of these columns is not a number that float32 can hold."""
     for name in names:
-        column = table.column(name)
-        bad = [row for row, text in enumerate(column) if not (_is_number(text) or (blank and not text))]
-        table = table.without(bad, f"{name} is no number", [repr(column[row]) for row in bad])
-    return table
+        column = file.column(name)
+        bad = {row: repr(text) for row, text in enumerate(column) if not (_fits_float32(text) or (allow_blank and not text))}
+        file = file.without(bad, f"{name} is not a number")
+    return file
 
 
-def _is_number(text: str) -> bool:
-    try:
-        return abs(float(text)) <= _LARGEST
-    except ValueError:
-        return False
+def _fits_float32(text: str) -> bool:
+    return _is_float(text) and abs(float(text)) <= _LARGEST
 
 
-def _by_row(table: AtomicFile, key: str, vocabulary: Vocabulary) -> AtomicFile:
-    """The rows of a table of users or items in the order of their vocabulary; empty where there is none."""
-    keys = table.column(key)
+def _order_by_vocabulary(file: AtomicFile, key: str, vocabulary: Vocabulary) -> AtomicFile:
+    """Put the rows of users or items in the order of their vocabulary, with empty values where the file has none."""
+    keys = file.column(key)
     first: dict[str, int] = {}
-    for place, name in enumerate(keys):
-        first.setdefault(name, place)
-    again = [place for place, name in enumerate(keys) if first[name] != place]
-    skipped = [*table.skipped, *(SkippedSample(table.lines[k], table.path.name, "seen before", repr(keys[k])) for k in again)]
-    places = [first.get(vocabulary.value(row)) if row else None for row in range(len(vocabulary))]
+    for row, name in enumerate(keys):
+        first.setdefault(name, row)
+    repeated = [row for row, name in enumerate(keys) if first[name] != row]
+    skipped = [SkippedSample(file.lines[row], file.path.name, "repeated id", repr(keys[row])) for row in repeated]
+    rows = [first.get(vocabulary.value(row)) if row else None for row in range(len(vocabulary))]
     columns = {
-        name: AtomicColumn(x.type, [x.values[k] if k is not None else "" for k in places])
-        for name, x in table.columns.items()
+        name: AtomicColumn(x.type, [x.values[row] if row is not None else "" for row in rows])
+        for name, x in file.columns.items()
         if name != key
     }
-    return replace(table, columns=columns, lines=[0 if k is None else table.lines[k] for k in places], skipped=skipped)
+    lines = [0 if row is None else file.lines[row] for row in rows]
+    return replace(file, columns=columns, lines=lines, skipped=file.skipped + skipped)
 
 
 def _encode(feature: Feature, texts: Sequence[str], vocabularies: dict[str, Vocabulary]) -> Ids:
-    """A column as ids or numbers. A vocabulary that is not there yet is made."""
+    """Convert a column to ids or numbers. Make its vocabulary if there is none yet."""
     if feature.kind == "number":
         return torch.tensor([float(text) if text else 0.0 for text in texts])
-    bags = [text.split() for text in texts] if feature.kind == "ids" else None
-    words = texts if bags is None else [word for bag in bags for word in bag]
+    if feature.kind == "id":
+        return vocabularies.setdefault(feature.name, Vocabulary(texts)).rows(texts)
+    bags = [text.split() for text in texts]
+    words = [word for bag in bags for word in bag]
     rows = vocabularies.setdefault(feature.name, Vocabulary(words)).rows(words)
-    return rows if bags is None else Ragged.from_lengths(rows, torch.tensor([len(bag) for bag in bags], dtype=torch.int64))
+    return Ragged.from_lengths(rows, torch.tensor([len(bag) for bag in bags], dtype=torch.int64))
 
 
 def _with_rows(feature: Feature, vocabularies: Mapping[str, Vocabulary]) -> Feature:
@@ -352,19 +381,15 @@ def _with_rows(feature: Feature, vocabularies: Mapping[str, Vocabulary]) -> Feat
     return replace(feature, rows=feature.rows or needed)
 
 
-TITLES = ("movie_title", "title", "name")
-
-
-def read_titles(config: DataConfig) -> dict[str, str]:
-    """The titles of items by their ids, with the year if that is not in the title; none if there are no such columns."""
-    folder = movielens_folder(config.source) if config.source in PACKAGES else Path(config.source)
-    paths = [folder.with_suffix(".item")] if folder.is_file() else sorted(folder.glob("*.item"))
-    if not paths or not paths[0].is_file():
+def read_titles(ratings: Ratings) -> dict[str, str]:
+    """Read the titles of items by their ids, with the year if the title lacks it. Empty if the .item file has no titles."""
+    path = ratings.path.with_suffix(".item")
+    if not path.is_file():
         return {}
-    table = read_atomic(paths[0])
-    column = next((name for name in TITLES if name in table.columns), None)
-    if column is None or config.item not in table.columns:
+    file = read_atomic(path)
+    column = next((name for name in TITLE_COLUMNS if name in file.columns), None)
+    if column is None or ratings.item not in file.columns:
         return {}
-    years = table.column("release_year") if "release_year" in table.columns else [""] * len(table)
-    rows = zip(table.column(config.item), table.column(column), years, strict=True)
+    years = file.column("release_year") if "release_year" in file.columns else [""] * len(file)
+    rows = zip(file.column(ratings.item), file.column(column), years, strict=True)
     return {key: title if not year or year in title else f"{title} ({year})" for key, title, year in rows}

@@ -1,4 +1,4 @@
-"""Train, validation and test: random parts of the rows, or of each user's rows. A function of the seed alone."""
+"""Random splits into train, validation and test: by rows, by each user's rows, or by chunks. They depend on the seed alone."""
 
 from __future__ import annotations
 
@@ -12,45 +12,44 @@ from unisono_models.recommender.data.chunks import Chunks
 from unisono_models.training.randomness import make_generator
 
 
-class RowSplits(NamedTuple):
-    """Row numbers, ascending."""
+class SplitIndices(NamedTuple):
+    """int64 numbers of rows or chunks, ascending. None is in two splits."""
 
     train: Tensor
     valid: Tensor
     test: Tensor
 
 
-def split_rows(count: int, parts: Sequence[float], *, seed: int) -> RowSplits:
-    """All rows at random: RecBole's "RS" without groups.
+def split_rows(count: int, parts: Sequence[float], *, seed: int) -> SplitIndices:
+    """Split all rows at random: RecBole's "RS" without groups.
 
     Example:
-        >>> [len(part) for part in split_rows(25, (0.8, 0.1, 0.1), seed=0)]
+        >>> [len(split) for split in split_rows(25, (0.8, 0.1, 0.1), seed=0)]
         [21, 2, 2]
     """
     return split_groups(torch.zeros(count, dtype=torch.int64), parts, seed=seed)
 
 
-def split_groups(groups: Tensor, parts: Sequence[float], *, seed: int) -> RowSplits:
-    """The rows of each group at random: RecBole's "RS" grouped by user.
+def split_groups(groups: Tensor, parts: Sequence[float], *, seed: int) -> SplitIndices:
+    """Split the rows of each group at random: RecBole's "RS" grouped by user.
 
-    Each part has its share of a group, rounded down, and the first part the rest; but a share that is less than one row is
-    one, the last part's first, as long as more than one is left to the first.
+    Each split gets its fraction of a group, rounded down, and the first split gets the rest. A fraction that is less than one
+    row becomes one row, for the last split first, while more than one row is left to the first split.
     """
-    check_parts(parts)
+    validate_parts(parts)
     keys = torch.rand(len(groups), generator=make_generator(seed, "split"), dtype=torch.float64)
     order = keys.argsort()
     order = order[groups[order].argsort(stable=True)]
     _, counts = groups[order].unique_consecutive(return_counts=True)
     first = counts.cumsum(0) - counts
-    place = torch.arange(len(groups)) - first.repeat_interleave(counts)
-    ends = torch.tensor([_ends(int(count), parts) for count in counts.tolist()], dtype=torch.int64).view(-1, 2)
-    limits = ends.repeat_interleave(counts, dim=0)
-    part = (place[:, None] >= limits).sum(1)
-    return RowSplits(*(order[part == number].sort().values for number in range(3)))
+    position = torch.arange(len(groups)) - first.repeat_interleave(counts)
+    ends = torch.tensor([_split_ends(count, parts) for count in counts.tolist()], dtype=torch.int64).view(-1, 2)
+    split = (position[:, None] >= ends.repeat_interleave(counts, dim=0)).sum(1)
+    return SplitIndices(*(order[split == number].sort().values for number in range(3)))
 
 
-def _ends(count: int, parts: Sequence[float]) -> tuple[int, int]:
-    """Where the first and the second part of `count` rows end."""
+def _split_ends(count: int, parts: Sequence[float]) -> tuple[int, int]:
+    """Where the first and the second split of `count` rows end."""
     counts = [int(part * count) for part in parts]
     counts[0] = count - counts[1] - counts[2]
     for number in (2, 1):
@@ -62,38 +61,45 @@ def _ends(count: int, parts: Sequence[float]) -> tuple[int, int]:
     return counts[0], counts[0] + counts[1]
 
 
-def check_parts(parts: Sequence[float]) -> None:
+def validate_parts(parts: Sequence[float]) -> None:
     if len(parts) != 3 or min(parts) < 0 or abs(sum(parts) - 1) > 1e-6:
-        raise ValueError(f"split: parts={tuple(parts)} must be three shares that add up to 1: train, validation, test")
+        raise ValueError(f"split: parts={tuple(parts)} must be three fractions that add up to 1: train, validation, test")
 
 
-def split_chunks(blocks: Chunks, part: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which blocks to train on, to validate with and to test with: int64, sorted, none in two of them.
+def split_chunks(chunks: Chunks, part: float, seed: int) -> SplitIndices:
+    """Choose the chunks to train on, to validate with and to test with. Empty chunks are in no split.
 
-    part: of the rows, about, for validation, and as many for the test: at least a block each. 0: all is for training. Whole
-    groups of blocks are held out if this part is one or more of them, or to validate would be to read all the data. Empty
-    blocks are in none of the three.
+    Args:
+        part: About this fraction of the rows is for validation, and as much for the test: at least a chunk each. 0 leaves all
+            rows to training. If the fraction is at least one group of chunks, whole groups are held out: validation would
+            otherwise have to read all the data.
 
-    Raises: ValueError if there are too few blocks.
+    Raises: ValueError if there are too few chunks.
     """
     if not 0 <= part < 0.5:
-        raise ValueError(f"hold_out: part={part} must be at least 0 and less than 0.5")
-    filled = blocks.sizes.nonzero().squeeze(1)
+        raise ValueError(f"split_chunks: part={part} must be at least 0 and less than 0.5")
+    filled = chunks.sizes.nonzero().squeeze(1)
     if part == 0:
-        return filled, filled[:0], filled[:0]
+        return SplitIndices(filled, filled[:0], filled[:0])
     unit = torch.arange(len(filled))
-    if blocks.groups is not None:
-        groups, of_block = blocks.groups[filled].unique(return_inverse=True)
-        unit = of_block if part * len(groups) >= 1 else unit
-    place = torch.randperm(int(unit.max()) + 1 if len(unit) else 0, generator=make_generator(seed, "hold out"))[unit]
-    ends = torch.zeros(len(place.unique()), dtype=torch.int64).index_add_(0, place, blocks.sizes[filled]).cumsum(0)
-    rows = int(ends[-1]) if len(ends) else 0
+    if chunks.groups is not None:
+        groups, group_of_chunk = chunks.groups[filled].unique(return_inverse=True)
+        if part * len(groups) >= 1:
+            unit = group_of_chunk
+    units = int(unit.max()) + 1 if len(unit) else 0
+    position = torch.randperm(units, generator=make_generator(seed, "hold out"))[unit]
+    ends = torch.zeros(units, dtype=torch.int64).index_add_(0, position, chunks.sizes[filled]).cumsum(0)
+    rows = int(ends[-1]) if units else 0
     target = max(1, round(part * rows))
     first = int(torch.searchsorted(ends, target)) + 1
-    second = int(torch.searchsorted(ends, int(ends[first - 1]) + target)) + 1 if first < len(ends) else len(ends)
-    if second >= len(ends):
+    second = units
+    if first < units:
+        second = int(torch.searchsorted(ends, int(ends[first - 1]) + target)) + 1
+    if second >= units:
         raise ValueError(
-            f"hold_out: part={part}: {len(ends)} blocks with {rows:,} rows are too few to hold out some for validation and "
-            "some for the test: make smaller blocks (data.block), or hold out less"
+            f"split_chunks: part={part}: {units} chunks with {rows:,} rows are too few to hold out some for validation and "
+            "some for the test: make smaller chunks (data.chunk_rows), or hold out less"
         )
-    return filled[place >= second], filled[place < first], filled[(place >= first) & (place < second)]
+    valid = position < first
+    test = (position >= first) & (position < second)
+    return SplitIndices(filled[position >= second], filled[valid], filled[test])

@@ -1,1 +1,1 @@
-"""How good predictions and rankings are: exact, over all ranks."""
+"""Exact metrics over the rows of all ranks."""

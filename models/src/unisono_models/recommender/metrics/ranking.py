@@ -1,4 +1,4 @@
-"""How well items are recommended: each user's best items, and how many of the right ones are among them."""
+"""Metrics of retrieval: the top items of each user, and recall, NDCG, hit rate, precision and MRR of such lists."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from torch import Tensor
 
 from unisono.collectives import Group, all_reduce
 from unisono.embedding import Ragged
-from unisono_models.recommender.metrics.agreement import settle
+from unisono_models.recommender.metrics.validation import validate_on_all_ranks
 
 _NAMES = ("recall", "ndcg", "hit", "precision", "mrr")
-_BITS = 52  # after the point of each user's values: sums of them are exact, so neither order nor split matters
-_LOW = 26  # of these, summed apart: room for 2**37 users
+_FRACTION_BITS = 52  # each user's values are summed as integers of so many binary places: order and split do not matter
+_LOW_BITS = 26  # the lower half is summed apart, which leaves room for 2**37 users
 
 
 @torch.no_grad()
 def top_items(
     users: Tensor, items: Tensor, *, k: int, seen: Ragged | None = None, tile: tuple[int, int] = (256, 8192)
 ) -> tuple[Tensor, Tensor]:
-    """The `k` items of highest dot product for each user, best first: their scores and their places, both (users, k).
+    """Find the `k` items with the highest dot product for each user, best first: their scores and places, both (users, k).
 
-    `users` (users, width) are this rank's, `items` (items, width) are all there are; no rank waits for another. `seen`: the
-    places of the items that are left out, a bag for each user. Where fewer than k are left, scores end in -inf and places
-    in -1. `tile`: of how many users with how many items scores are held at a time.
+    A score is a sum in float64, rounded to the dtype of the inputs, at least float32. Among equal scores the item of the lower
+    place comes first. Both have the same bits for any tile, so for any split of the users over ranks.
 
-    A score is a sum in float64, rounded to the dtype of the inputs, at least float32. Of items of the same score the one of
-    the lower place comes first. Both are the same bits for any tile, so for any split of the users over ranks.
+    Args:
+        users: (users, width), this rank's. Ranks do not communicate.
+        items: (items, width), all items.
+        seen: The places of the items to leave out, a bag for each user. Where fewer than k items are left, scores end in -inf
+            and places in -1.
+        tile: How many users and how many items are scored at a time.
 
     Example:
         >>> items = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
@@ -37,23 +40,25 @@ def top_items(
                 [0., 0.]]), tensor([[0, 2],
                 [0, 2]]))
     """
-    if problem := _items_complaint(users, items, k, seen, tile):
+    if problem := _top_items_error(users, items, k, seen, tile):
         raise ValueError(f"top_items: {problem}")
-    dtype = _dtype_of(users, items)
+    dtype = _score_dtype(users, items)
     found = [(users.new_empty((0, k), dtype=dtype), users.new_empty((0, k), dtype=torch.int64))]
-    longest = _longest(items)
+    longest = _largest_norm(items)
     with torch.autocast(users.device.type, enabled=False):
         for start in range(0, len(users), tile[0]):
-            own, bags = users[start : start + tile[0]].to(dtype), None
+            user_tile = users[start : start + tile[0]].to(dtype)
+            bags = None
             if seen is not None:
-                first, *_, last = seen.offsets[start : start + tile[0] + 1].tolist()
-                bags = Ragged(seen.values[first:last], seen.offsets[start : start + tile[0] + 1] - first)
-            found.append(_top(own, items, longest, k, bags, tile[1]))
+                offsets = seen.offsets[start : start + tile[0] + 1]
+                first, last = offsets[[0, -1]].tolist()
+                bags = Ragged(seen.values[first:last], offsets - first)
+            found.append(_top_of_tile(user_tile, items, longest, k, bags, tile[1]))
     scores, places = (torch.cat(parts) for parts in zip(*found, strict=True))
     return scores, places
 
 
-def _items_complaint(users: object, items: object, k: object, seen: object, tile: object) -> str:
+def _top_items_error(users: object, items: object, k: object, seen: object, tile: object) -> str:
     for name, x in (("users", users), ("items", items)):
         if not isinstance(x, Tensor) or x.ndim != 2 or not x.is_floating_point():
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -66,30 +71,30 @@ def _items_complaint(users: object, items: object, k: object, seen: object, tile
         return f"k={k!r} must be a positive number"
     if not isinstance(tile, tuple) or len(tile) != 2 or not all(isinstance(step, int) and step > 0 for step in tile):
         return f"tile={tile!r} must be two positive numbers, of users and of items"
-    if not _longest(users) * _longest(items) < torch.finfo(_dtype_of(users, items)).max:
+    if not _largest_norm(users) * _largest_norm(items) < torch.finfo(_score_dtype(users, items)).max:
         return "users or items are not finite, or so large that their products are not"
-    return "" if seen is None else bags_complaint("seen", seen, len(users), users.device, len(items))
+    return "" if seen is None else _bags_error("seen", seen, len(users), users.device, len(items))
 
 
-def _dtype_of(users: Tensor, items: Tensor) -> torch.dtype:
+def _score_dtype(users: Tensor, items: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(users.dtype, items.dtype), torch.float32)
 
 
-def _longest(x: Tensor) -> float:
-    """The largest norm of a row; NaN or infinite if a number is."""
+def _largest_norm(x: Tensor) -> float:
+    """The largest norm of a row; NaN or infinite if a number is NaN or infinite."""
     longest = x.new_zeros((), dtype=torch.float64)
-    for start in range(0, len(x), 8192):  # not all at once, for they are widened
+    for start in range(0, len(x), 8192):  # in pieces: they are widened to float64
         norms = torch.linalg.vector_norm(x[start : start + 8192], dim=1, dtype=torch.float64)
         longest = torch.maximum(longest, norms.amax())
     return float(longest)
 
 
-def _top(users: Tensor, items: Tensor, longest: float, k: int, seen: Ragged | None, step: int) -> tuple[Tensor, Tensor]:
-    """top_items for one tile of users, `step` items at a time. `longest`: the largest norm of an item.
+def _top_of_tile(users: Tensor, items: Tensor, longest: float, k: int, seen: Ragged | None, step: int) -> tuple[Tensor, Tensor]:
+    """top_items for one tile of users, `step` items at a time. `longest` is the largest norm of an item.
 
-    A matmul rounds the same product differently in a tile of another shape, so it would break ties by the tile. It only
-    chooses candidates here, which is what may be among the k best after the largest error it can make; these few are scored
-    once more, in float64 and one product after the other, which does not depend on a shape.
+    A matmul rounds the same product differently in a tile of another shape, so it would break ties by the tile. Here it only
+    chooses candidates: the items that may be among the k best, given the largest error it can make. These few are scored
+    again in float64, one product after the other, which does not depend on a shape.
     """
     limits, width = torch.finfo(users.dtype), users.shape[1]
     rough_dtype = users.dtype if torch.get_float32_matmul_precision() == "highest" else torch.float64
@@ -105,14 +110,14 @@ def _top(users: Tensor, items: Tensor, longest: float, k: int, seen: Ragged | No
             inside = (seen.values >= start) & (seen.values < start + len(part))
             rows = torch.arange(len(users), device=users.device).repeat_interleave(seen.lengths())[inside]
             rough[rows, seen.values[inside] - start] = -torch.inf
-        least = (scores[:, -1:] - slack).clamp_(min=limits.min)  # above what was seen
+        least = (scores[:, -1:] - slack).clamp_(min=limits.min)  # above the -inf of seen items
         candidates = int((rough >= least).sum(1, dtype=torch.int32).max())
-        if candidates > k:  # as in the first tile, which has no better ones before it
+        if candidates > k:  # as in the first tile, before which nothing was found
             least = torch.maximum(least, rough.topk(k).values[:, -1:] - 2 * slack)
             candidates = int((rough >= least).sum(1, dtype=torch.int32).max())
         if candidates:
             columns = torch.arange(len(part), device=users.device).expand_as(rough)
-            few = 4 * candidates < len(part)  # not if most items are alike, as before training: then all are scored, unsorted
+            few = 4 * candidates < len(part)  # False if most items are alike, as before training
             if few:
                 rough, columns = rough.topk(candidates)
             fresh = _score(users, part, columns if few else None).masked_fill_(rough == -torch.inf, -torch.inf)
@@ -122,7 +127,7 @@ def _top(users: Tensor, items: Tensor, longest: float, k: int, seen: Ragged | No
 
 
 def _score(users: Tensor, items: Tensor, columns: Tensor | None) -> Tensor:
-    """The dot product of each user with the items at its `columns`, or with all, with the same bits wherever they are."""
+    """The dot product of each user with the items at its `columns`, or with all: the same bits for any columns."""
     total = users.new_zeros((len(users), len(items) if columns is None else columns.shape[1]), dtype=torch.float64)
     for user, item in zip(users.double().unbind(1), items.unbind(1), strict=True):
         total += user[:, None] * (item if columns is None else item[columns]).double()
@@ -137,16 +142,19 @@ def _best(scores: Tensor, places: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def ranking_metrics(places: Tensor, relevant: Ragged, *, ks: Sequence[int] = (10,), group: Group = None) -> dict[str, float]:
-    """How good the users' lists of items are: means over the users of all ranks that have a relevant item.
+    """Compute means over all users, of all ranks, that have a relevant item, as RecBole defines them.
 
-    `places` (users, length): of the items, best first, -1 where there is none, as top_items gives them; the same length on all
-    ranks. `relevant`: the places of the right items of each user, one bag for each; an item that is there twice counts once.
-    Ranks may have different numbers of users, also none.
+    Every rank gets the same floats, with the same bits for any split and any order of the users.
 
-    Keys, for each k: "recall@k", the found among the first k by the number of relevant ones; "ndcg@k", by the best that any
-    list of k could have, found ones counting 1 / log2(1 + place); "hit@k", whether any was found; "precision@k", the found by
-    k; "mrr@k", 1 / place of the first found, or 0; and "users", their number. As RecBole defines them. Without any user all
-    but the last are NaN. Every rank gets the same floats, the same bits for any split and any order of the users.
+    Args:
+        places: int64 (users, length), the items of each user, best first, and -1 where there is none, as top_items returns
+            them. The length is the same on all ranks; the number of users may differ, or be 0.
+        relevant: The places of each user's relevant items, a bag for each. An item that is there twice counts once.
+
+    Returns, for each k: "recall@k", the fraction of the relevant items that are among the first k; "ndcg@k", where an item
+    found at place p counts 1 / log2(1 + p), divided by the best that a list of k could have; "hit@k", whether any was found;
+    "precision@k", the fraction of the first k that are relevant; "mrr@k", 1 / place of the first found, or 0. And "users",
+    their number. Without any user all but "users" are NaN.
 
     Raises: ValueError on all ranks if one has a bad call.
 
@@ -155,34 +163,34 @@ def ranking_metrics(places: Tensor, relevant: Ragged, *, ks: Sequence[int] = (10
         >>> ranking_metrics(lists, Ragged.from_lists([[2, 9], []]), ks=(2,))["recall@2"]  # the second user has nothing to find
         0.5
     """
-    problem = _complaint(places, relevant, ks)
+    problem = _validation_error(places, relevant, ks)
     same = "" if problem else f"ks={tuple(ks)}, lists of {places.shape[1]} on {places.device.type}"
-    settle("ranking_metrics", problem, rows=0 if problem else len(places), same=same, group=group)
-    found, numbers = _find(places, relevant)
+    validate_on_all_ranks("ranking_metrics", problem, rows=0 if problem else len(places), same=same, group=group)
+    found, numbers = _find_relevant(places, relevant)
     found, numbers = found[numbers > 0], numbers[numbers > 0]
-    values = torch.stack([value for k in ks for value in _measure(found[:, :k], numbers)], 1)
-    fixed = (values * 2**_BITS).round().long()
-    parts = [fixed >> _LOW, fixed & (2**_LOW - 1), torch.ones_like(fixed)]
+    values = torch.stack([value for k in ks for value in _metrics_of_users(found[:, :k], numbers)], 1)
+    fixed = (values * 2**_FRACTION_BITS).round().long()
+    parts = [fixed >> _LOW_BITS, fixed & (2**_LOW_BITS - 1), torch.ones_like(fixed)]
     high, low, users = all_reduce(torch.stack([part.sum(0) for part in parts]), group=group).tolist()
-    totals = [(a << _LOW) + b for a, b in zip(high, low, strict=True)]
-    means = [total / (count << _BITS) if count else math.nan for total, count in zip(totals, users, strict=True)]
+    totals = [(a << _LOW_BITS) + b for a, b in zip(high, low, strict=True)]
+    means = [total / (count << _FRACTION_BITS) if count else math.nan for total, count in zip(totals, users, strict=True)]
     keys = [f"{name}@{k}" for k in ks for name in _NAMES]
     return dict(zip(keys, means, strict=True)) | {"users": float(users[0])}
 
 
-def _complaint(places: object, relevant: object, ks: object) -> str:
+def _validation_error(places: object, relevant: object, ks: object) -> str:
     if not isinstance(places, Tensor) or places.ndim != 2 or places.dtype != torch.int64:
         got = f"{places.dtype} {tuple(places.shape)}" if isinstance(places, Tensor) else type(places).__name__
         return f"places: expected int64 of shape (users, length), got {got}"
-    if problem := bags_complaint("relevant", relevant, len(places), places.device):
+    if problem := _bags_error("relevant", relevant, len(places), places.device):
         return problem
     if not isinstance(ks, Sequence) or not ks or not all(isinstance(k, int) and 0 < k <= places.shape[1] for k in ks):
         return f"ks={ks!r} must be numbers from 1 to the length of the lists, {places.shape[1]}"
     return ""
 
 
-def bags_complaint(name: str, bags: object, users: int, device: torch.device, stop: int | None = None) -> str:
-    """What is wrong with places of items below `stop`, a bag for each user, or nothing."""
+def _bags_error(name: str, bags: object, users: int, device: torch.device, stop: int | None = None) -> str:
+    """Check places of items below `stop`, a bag for each user; return what is wrong, or the empty string."""
     if not isinstance(bags, Ragged):
         return f"{name}: expected a Ragged, got {type(bags).__name__}"
     values, offsets = bags.values, bags.offsets
@@ -198,7 +206,7 @@ def bags_complaint(name: str, bags: object, users: int, device: torch.device, st
     return ""
 
 
-def _find(places: Tensor, relevant: Ragged) -> tuple[Tensor, Tensor]:
+def _find_relevant(places: Tensor, relevant: Ragged) -> tuple[Tensor, Tensor]:
     """Which places of each list are relevant, and how many different items are relevant to each user."""
     users = torch.arange(len(places), device=places.device)
     base = 1 + max([0, *(int(x.max()) for x in (places, relevant.values) if x.numel())])
@@ -207,12 +215,12 @@ def _find(places: Tensor, relevant: Ragged) -> tuple[Tensor, Tensor]:
     return found, torch.bincount(keys // base, minlength=len(places))
 
 
-def _measure(found: Tensor, numbers: Tensor) -> list[Tensor]:
-    """Each user's values at the k that `found` is cut to, in float64, in the order of _NAMES."""
+def _metrics_of_users(found: Tensor, numbers: Tensor) -> list[Tensor]:
+    """Each user's metrics at k, the width of `found`, in float64, in the order of _NAMES."""
     k, hits = found.shape[1], found.sum(1).double()
     places = torch.arange(1, k + 1, device=found.device, dtype=torch.float64)
     gains = (places + 1).log2().reciprocal()
-    # cumsum on both sides, which adds one after the other: a perfect list has 1 exactly.
+    # cumsum on both sides adds in the same order, so that a perfect list has exactly 1.
     ideal = gains.cumsum(0)[numbers.clamp(max=k) - 1]
     ndcg = (found * gains).cumsum(1)[:, -1] / ideal
     return [hits / numbers, ndcg, (hits > 0).double(), hits / k, (found / places).amax(1)]

@@ -1,1 +1,1 @@
-"""The networks: embedding tables, click models and two towers."""
+"""The models: embedding tables, click models with their heads, two towers."""

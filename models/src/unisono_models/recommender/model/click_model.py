@@ -1,4 +1,4 @@
-"""ClickModel: the probability that a user likes an item, from the features of both."""
+"""ClickModel: predicts the probability that a user likes an item, from the features of both."""
 
 from __future__ import annotations
 
@@ -8,44 +8,27 @@ from torch import Tensor, nn
 from unisono_models.recommender.config import ModelConfig
 from unisono_models.recommender.data.batch import Batch, Ids
 from unisono_models.recommender.data.features import Feature
-from unisono_models.recommender.model.heads import (
-    DeepCross,
-    DeepFM,
-    Dlrm,
-    FactorizationMachine,
-    Head,
-    HeadInputs,
-    HeadShape,
-    LogisticRegression,
-)
+from unisono_models.recommender.model.heads import HEADS, HeadInputs, HeadShape
 from unisono_models.recommender.model.tables import EmbeddingTables
-
-HEADS: dict[str, type[Head]] = {
-    "lr": LogisticRegression,
-    "fm": FactorizationMachine,
-    "deepfm": DeepFM,
-    "dcn": DeepCross,
-    "dlrm": Dlrm,
-}
 
 
 def table_width(config: ModelConfig) -> int:
-    """Of the tables that a model needs: a vector, a weight, or both in one row, for one look-up."""
+    """The width of the tables: one row holds the linear weight of an id, or its vector, or both, for one look-up."""
     head = HEADS[config.kind]
     return config.dim * head.vectors + head.linear
 
 
 class ClickModel(nn.Module):
-    """Tables, and a head on what they give. forward: a Batch to (rows,) logits.
+    """Embedding tables and a head. forward: a Batch to (rows,) logits.
 
-    Numbers are fields, too, of most heads: their values times learned vectors.
+    For most heads a number is a field like an id: its value times a learned vector.
     """
 
     def __init__(self, config: ModelConfig, features: tuple[Feature, ...], tables: EmbeddingTables) -> None:
         super().__init__()
         self.config, self.features, self.tables = config, features, tables
-        numbers = sum(feature.kind == "number" for feature in features)
         head = HEADS[config.kind]
+        numbers = sum(feature.kind == "number" for feature in features)
         self.numbers = None
         if numbers and head.number_fields:
             self.numbers = nn.Parameter(torch.randn(numbers, table_width(config)) * config.init)
@@ -57,7 +40,7 @@ class ClickModel(nn.Module):
         return self.score(self.embed(batch, frozen_tables=frozen_tables), batch.numbers)
 
     def embed(self, batch: Batch, *, frozen_tables: bool = False) -> Tensor:
-        """What the tables have for each feature, and numbers times their vectors: (rows, fields, width)."""
+        """Look up the ids, and multiply numbers with their vectors: (rows, fields, table_width)."""
         found = self.tables(self.look_ups(batch), frozen=frozen_tables)
         fields = torch.stack([found[feature.name] for feature in self.features if feature.kind != "number"], 1)
         if self.numbers is not None:
@@ -65,7 +48,7 @@ class ClickModel(nn.Module):
         return fields
 
     def score(self, fields: Tensor, numbers: Tensor) -> Tensor:
-        """Logits of what `embed` gives."""
+        """Turn the output of `embed` into logits."""
         linear = HEADS[self.config.kind].linear
         vectors = fields[..., 1:] if linear else fields
         weights = fields[..., 0] if linear else fields.new_zeros(fields.shape[:2])
@@ -73,5 +56,5 @@ class ClickModel(nn.Module):
         return logits
 
     def look_ups(self, batch: Batch) -> dict[str, Ids]:
-        """What is looked up in the tables for a batch."""
+        """The ids of a batch that are looked up in the tables."""
         return batch.ids

@@ -1,4 +1,4 @@
-"""The embedding tables of a model, as the config says."""
+"""The embedding tables of a model, sharded over ranks, as the config describes them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,26 @@ from unisono_models.recommender.config import DataConfig, TablesConfig
 from unisono_models.recommender.data.batch import Ids
 from unisono_models.recommender.data.features import Feature
 
-WIRE = {"full": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WIRE_DTYPES = {"full": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OPTIMIZERS: dict[str, type[Rule]] = {
+    "adam": Adam,
+    "adagrad": Adagrad,
+    "rowwise_adagrad": RowwiseAdagrad,
+    "sgd": SGD,
+}
 
 
 class EmbeddingTables(nn.Module):
-    """One table for each feature of ids, in one collection: all features of a batch travel together.
+    """One table for each feature of ids, in one collection, so that all features of a batch are exchanged together.
 
-    forward: a dict from feature to (rows, width). With `data.ids` mapped, ids get rows as they turn up: see IdMap.
+    forward: ids by feature to vectors by feature, (rows, width) each.
 
-    sample: the ids of a batch, by which the planner counts.
+    Args:
+        width: The width of all tables.
+        init: The standard deviation of the initial rows.
+        mapped: Ids get rows when they are seen (see IdMap), as `data` says.
+        sample: The ids of a batch, from which the planner counts.
+        batch: The rows of a batch on one rank, for the planner.
     """
 
     def __init__(
@@ -42,48 +53,60 @@ class EmbeddingTables(nn.Module):
         super().__init__()
         if not features:
             raise ValueError("data.features: at least one has to be of ids: a recommender looks up embeddings")
-        if lacking := [feature.name for feature in features if not feature.rows]:
-            raise ValueError(f"data.features: {', '.join(lacking)}: streamed data needs a number of rows: NAME:id:ROWS")
+        if unsized := [feature.name for feature in features if not feature.rows]:
+            raise ValueError(f"data.features: {', '.join(unsized)}: streamed data needs a number of rows: NAME:id:ROWS")
 
-        def draw(rows: Tensor, random: torch.Generator) -> None:
+        def initialize(rows: Tensor, random: torch.Generator) -> None:
             rows.normal_(0, init, generator=random)
 
         self.features = tuple(features)
-        self.maps = nn.ModuleDict({f"map_{f.name}": _make_map(f.rows, data, device) for f in features if mapped})
+        self.maps = nn.ModuleDict({f"map_{f.name}": _make_id_map(f.rows, data, device) for f in features if mapped})
         self.collection = EmbeddingCollection(
             [
-                Table(f"table_{f.name}", f.rows, width, [f.name], mode="mean" if f.kind == "ids" else "sum", initialize=draw)
+                Table(
+                    f"table_{f.name}",
+                    f.rows,
+                    width,
+                    [f.name],
+                    mode="mean" if f.kind == "ids" else "sum",
+                    initialize=initialize,
+                )
                 for f in features
             ],
             plan=config.plan,
-            optimizer=_make_rule(config),
+            optimizer=OPTIMIZERS[config.optimizer](lr=config.lr, weight_decay=config.weight_decay),
             batch_size=batch,
             sample=None if mapped else sample,
             memory_per_rank=None if config.memory_gb is None else int(config.memory_gb * 2**30),
-            wire_dtype=WIRE[config.wire],
+            wire_dtype=WIRE_DTYPES[config.wire],
             device=device,
             dtype=dtype,
         )
 
     def forward(self, ids: Mapping[str, Ids], *, frozen: bool = False) -> dict[str, Tensor]:
-        """`ids`: of all features, or of some. frozen: nothing changes: the tables get no backward, and no new id."""
+        """Look up ids.
+
+        Args:
+            ids: The ids of all features, or of some of them.
+            frozen: Change nothing: the tables get no gradient, and new ids no rows.
+        """
         if self.maps:
-            ids = {name: self._map(name, x, frozen) for name, x in ids.items()}
+            ids = {name: self._map_ids(name, x, frozen) for name, x in ids.items()}
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-            found: dict[str, Any] = self.collection({**self._nothing(ids), **ids})
+            found: dict[str, Any] = self.collection({**self._empty_ids(ids), **ids})
         return {name: found[name] for name in ids}
 
     def prefetch(self, ids: Mapping[str, Ids]) -> None:
-        """Begin with the batch that comes next. Of mapped ids, nothing is known before its turn."""
+        """Begin to look up the next batch. Mapped ids do not know their rows yet, so nothing is done for them."""
         if not self.maps:
             self.collection.prefetch(ids)
 
-    def _nothing(self, ids: Mapping[str, Ids]) -> dict[str, Ids]:
-        """For the features that nobody asks for: the collection wants to hear of all of them."""
+    def _empty_ids(self, ids: Mapping[str, Ids]) -> dict[str, Ids]:
+        """No ids for the features that are not looked up: the collection needs all of them."""
         device = self.collection.weight(f"table_{self.features[0].name}").device
         return {f.name: torch.empty(0, dtype=torch.int64, device=device) for f in self.features if f.name not in ids}
 
-    def _map(self, name: str, ids: Ids, frozen: bool) -> Ids:
+    def _map_ids(self, name: str, ids: Ids, frozen: bool) -> Ids:
         id_map = self.maps[f"map_{name}"]
         assert isinstance(id_map, IdMap)
         id_map.train(self.training and not frozen)
@@ -93,12 +116,7 @@ class EmbeddingTables(nn.Module):
         return ids._replace(values=rows) if isinstance(ids, Ragged) else rows
 
 
-def _make_map(rows: int, data: DataConfig, device: torch.device | None) -> IdMap:
+def _make_id_map(rows: int, data: DataConfig, device: torch.device | None) -> IdMap:
     eviction = None if data.eviction == "none" else data.eviction
-    shards = max(1, min(64, rows // 4096))  # one may be full while others have room: a small map has one
+    shards = max(1, min(64, rows // 4096))  # a shard may be full while others have room, so a small map has one
     return IdMap(rows, threshold=data.seen, eviction=eviction, shards=shards, device=device)
-
-
-def _make_rule(config: TablesConfig) -> Rule:
-    rules: dict[str, type[Rule]] = {"adam": Adam, "adagrad": Adagrad, "rowwise_adagrad": RowwiseAdagrad, "sgd": SGD}
-    return rules[config.optimizer](lr=config.lr, weight_decay=config.weight_decay)

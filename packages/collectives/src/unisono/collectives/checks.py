@@ -114,16 +114,12 @@ def validate_across_ranks(
     Returns every rank's `numbers`, in rank order. `words` describes this rank's call and `rule` says what would be right;
     both are used only for the error.
     """
-    if ranks.size == 1:
-        if problem:
-            raise MismatchError(f"{function}: {problem}")
-        return [list(numbers)]
-    pg = process_group(ranks)
-    if is_fake_group(pg):
+    if ranks.size == 1 or is_fake_group(process_group(ranks)):
         if problem:
             raise MismatchError(f"{function}: {problem}")
         return [list(numbers)] * ranks.size
 
+    pg = process_group(ranks)
     message_device = small_message_device(pg, device)
     room = _HEADER - _FIXED
     header = [int(bool(problem)), _fingerprint(same), len(numbers), *numbers[:room]]

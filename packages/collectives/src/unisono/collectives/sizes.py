@@ -69,6 +69,18 @@ def sizes_error(name: str, sizes: Sequence[int] | None, ranks: GroupRanks) -> st
     return ""
 
 
+def split_sizes(name: str, sizes: Sequence[int] | None, x: Tensor, dim: int, ranks: GroupRanks) -> tuple[tuple[int, ...], str]:
+    """Return the length of each rank's part of `x` along `dim`, even if `sizes` is None, and what is wrong, or ""."""
+    problem = dim_error(x, dim) or sizes_error(name, sizes, ranks)
+    if problem:
+        return (), problem
+    if sizes is None:
+        return even_sizes(length_of(x, dim), ranks.size), ""
+    if sum(sizes) != length_of(x, dim):
+        problem = f"{name}={tuple(sizes)} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
+    return tuple(sizes), problem
+
+
 def raise_local_error(function: str, problem: str, ranks: GroupRanks) -> None:
     """Raise for a `problem` that only this rank may know of."""
     if problem and ranks.size == 1:

@@ -92,8 +92,9 @@ class _Counter(TorchDispatchMode):
             given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
             op = self.traffic.by_op.setdefault(public_name, OpTraffic())
             op.calls += 1
-            for direction, bytes_moved in count(_Call(given, result)).items():
-                setattr(op, direction, getattr(op, direction) + bytes_moved)
+            sent, received = count(_Call(given, result))
+            op.sent += sent
+            op.received += received
         return result
 
 
@@ -118,86 +119,60 @@ class _Call:
     def _first(self, *names: str) -> Any:
         return next((self.given[name] for name in names if name in self.given), None)
 
+    @property
+    def bytes_in(self) -> int:
+        return _bytes(self.input)
+
+    @property
+    def bytes_out(self) -> int:
+        return _bytes(self.output)
+
 
 def _bytes(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor))
 
 
-def _count_all_gather(call: _Call) -> dict[str, int]:
-    own = _bytes(call.input)
-    return {"sent": own * call.others, "received": _bytes(call.output) - own}
-
-
-def _count_reduce_scatter(call: _Call) -> dict[str, int]:
-    own = _bytes(call.output)
-    return {"sent": _bytes(call.input) - own, "received": own * call.others}
-
-
-def _count_all_reduce(call: _Call) -> dict[str, int]:
-    moved = 2 * _bytes(call.input) * call.others // call.size
-    return {"sent": moved, "received": moved}
-
-
-def _count_broadcast(call: _Call) -> dict[str, int]:
-    whole = _bytes(call.input)
-    return {"sent": whole * call.others} if call.is_root else {"received": whole}
-
-
-def _count_reduce(call: _Call) -> dict[str, int]:
-    whole = _bytes(call.input)
-    return {"received": whole * call.others} if call.is_root else {"sent": whole}
-
-
-def _count_gather(call: _Call) -> dict[str, int]:
-    own = _bytes(call.input)
-    return {"received": _bytes(call.output) - own} if call.is_root else {"sent": own}
-
-
-def _count_scatter(call: _Call) -> dict[str, int]:
-    own = _bytes(call.output)
-    return {"sent": _bytes(call.input) - own} if call.is_root else {"received": own}
-
-
-def _count_all_to_all_single(call: _Call) -> dict[str, int]:
+def _all_to_all_single(call: _Call) -> tuple[int, int]:
     def without_own(whole: Tensor, splits: list[int]) -> int:
         rows = splits or [whole.shape[0] // call.size] * call.size
         return (sum(rows) - rows[call.rank]) * (_bytes(whole) // max(sum(rows), 1))
 
-    send, receive = call.given["input_split_sizes"], call.given["output_split_sizes"]
-    return {"sent": without_own(call.input, send), "received": without_own(call.output, receive)}
+    send = without_own(call.input, call.given["input_split_sizes"])
+    return send, without_own(call.output, call.given["output_split_sizes"])
 
 
-def _count_all_to_all(call: _Call) -> dict[str, int]:
+def _all_to_all(call: _Call) -> tuple[int, int]:
     own = _bytes(call.input[call.rank])
-    return {"sent": _bytes(call.input) - own, "received": _bytes(call.output) - own}
+    return call.bytes_in - own, call.bytes_out - own
 
 
-# c10d op without leading and trailing underscores -> (name shown, rule). An op that is not here moves no payload.
-_RULES: dict[str, tuple[str, Callable[[_Call], dict[str, int]]]] = {
-    "allgather": ("all_gather", _count_all_gather),
-    "allgather_base": ("all_gather", _count_all_gather),
-    "allgather_coalesced": ("all_gather", _count_all_gather),
-    "allgather_into_tensor_coalesced": ("all_gather", _count_all_gather),
-    "all_gather_into_tensor": ("all_gather", _count_all_gather),
-    "all_gather_into_tensor_out": ("all_gather", _count_all_gather),
-    "all_gather_into_tensor_coalesced": ("all_gather", _count_all_gather),
-    "reduce_scatter": ("reduce_scatter", _count_reduce_scatter),
-    "reduce_scatter_base": ("reduce_scatter", _count_reduce_scatter),
-    "reduce_scatter_tensor": ("reduce_scatter", _count_reduce_scatter),
-    "reduce_scatter_tensor_out": ("reduce_scatter", _count_reduce_scatter),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _count_reduce_scatter),
-    "allreduce": ("all_reduce", _count_all_reduce),
-    "allreduce_coalesced": ("all_reduce", _count_all_reduce),
-    "all_reduce": ("all_reduce", _count_all_reduce),
-    "all_reduce_coalesced": ("all_reduce", _count_all_reduce),
-    "broadcast": ("broadcast", _count_broadcast),
-    "reduce": ("reduce", _count_reduce),
-    "gather": ("gather", _count_gather),
-    "scatter": ("scatter", _count_scatter),
-    "alltoall_base": ("all_to_all", _count_all_to_all_single),
-    "all_to_all_single": ("all_to_all", _count_all_to_all_single),
-    "alltoall": ("all_to_all", _count_all_to_all),
-    "send": ("send", lambda call: {"sent": _bytes(call.input)}),
-    "recv": ("recv", lambda call: {"received": _bytes(call.input)}),
-    "recv_any_source": ("recv", lambda call: {"received": _bytes(call.input)}),
-}
+def _all_gather(c: _Call) -> tuple[int, int]:
+    return c.bytes_in * c.others, c.bytes_out - c.bytes_in
+
+
+def _reduce_scatter(c: _Call) -> tuple[int, int]:
+    return c.bytes_in - c.bytes_out, c.bytes_out * c.others
+
+
+def _all_reduce(c: _Call) -> tuple[int, int]:
+    moved = 2 * c.bytes_in * c.others // c.size
+    return moved, moved
+
+
+# Name shown; bytes sent and received by a call; its c10d ops without underscores around them. Other ops move no payload.
+_TABLE: list[tuple[str, Callable[[_Call], tuple[int, int]], str]] = [
+    ("all_gather", _all_gather, "allgather allgather_base allgather_coalesced allgather_into_tensor_coalesced"),
+    ("all_gather", _all_gather, "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced"),
+    ("reduce_scatter", _reduce_scatter, "reduce_scatter reduce_scatter_base reduce_scatter_tensor"),
+    ("reduce_scatter", _reduce_scatter, "reduce_scatter_tensor_out reduce_scatter_tensor_coalesced"),
+    ("all_reduce", _all_reduce, "allreduce allreduce_coalesced all_reduce all_reduce_coalesced"),
+    ("broadcast", lambda c: (c.bytes_in * c.others, 0) if c.is_root else (0, c.bytes_in), "broadcast"),
+    ("reduce", lambda c: (0, c.bytes_in * c.others) if c.is_root else (c.bytes_in, 0), "reduce"),
+    ("gather", lambda c: (0, c.bytes_out - c.bytes_in) if c.is_root else (c.bytes_in, 0), "gather"),
+    ("scatter", lambda c: (c.bytes_in - c.bytes_out, 0) if c.is_root else (0, c.bytes_out), "scatter"),
+    ("all_to_all", _all_to_all_single, "alltoall_base all_to_all_single"),
+    ("all_to_all", _all_to_all, "alltoall"),
+    ("send", lambda c: (c.bytes_in, 0), "send"),
+    ("recv", lambda c: (0, c.bytes_in), "recv recv_any_source"),
+]
+_RULES = {op: (name, count) for name, count, ops in _TABLE for op in ops.split()}

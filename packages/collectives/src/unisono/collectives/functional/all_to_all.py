@@ -13,15 +13,13 @@ from unisono.collectives.checks import call_site, checks_enabled, describe, user
 from unisono.collectives.groups import Group, GroupRanks, is_fake_group, process_group, resolve_group, small_message_device
 from unisono.collectives.sizes import (
     all_gather_metadata,
-    dim_error,
-    even_sizes,
     from_rows,
     join_graph,
-    length_of,
     one_rank_sizes,
     raise_local_error,
     resolve_sizes,
     sizes_error,
+    split_sizes,
     to_rows,
 )
 
@@ -46,13 +44,8 @@ def all_to_all_single(
     """
     name = "all_to_all_single"
     ranks = resolve_group(group)
-    problem = dim_error(x, dim) or sizes_error("send_sizes", send_sizes, ranks)
+    send, problem = split_sizes("send_sizes", send_sizes, x, dim, ranks)
     problem = problem or sizes_error("receive_sizes", receive_sizes, ranks)
-    send: tuple[int, ...] = ()
-    if not problem:
-        send = even_sizes(length_of(x, dim), ranks.size) if send_sizes is None else tuple(send_sizes)
-    if not problem and send_sizes is not None and sum(send) != length_of(x, dim):
-        problem = f"send_sizes={send} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
     if not problem and receive_sizes is not None and receive_sizes[ranks.rank] != send[ranks.rank]:
         problem = f"send_sizes={send} and receive_sizes={tuple(receive_sizes)} differ for what stays on rank {ranks.rank}"
     if receive_sizes is not None and not checks_enabled():

@@ -15,13 +15,11 @@ from unisono.collectives.functional.gather import gather
 from unisono.collectives.groups import Group, GroupRanks, resolve_group
 from unisono.collectives.sizes import (
     all_gather_metadata,
-    dim_error,
     even_sizes,
     from_rows,
     join_graph,
-    length_of,
     raise_local_error,
-    sizes_error,
+    split_sizes,
     to_rows,
 )
 
@@ -102,13 +100,8 @@ def reduce_scatter(
     name = "reduce_scatter"
     ranks = resolve_group(group)
     validate_op(name, op, x)
-    problem = dim_error(x, dim) or ("x: a scalar cannot be split" if x.ndim == 0 else "")
-    problem = problem or sizes_error("sizes", sizes, ranks)
-    shares: tuple[int, ...] = ()
-    if not problem:
-        shares = even_sizes(length_of(x, dim), ranks.size) if sizes is None else tuple(sizes)
-    if not problem and sizes is not None and sum(shares) != length_of(x, dim):
-        problem = f"sizes={shares} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
+    shares, problem = split_sizes("sizes", sizes, x, dim, ranks)
+    problem = problem or ("x: a scalar cannot be split" if x.ndim == 0 else "")
     if sizes is None or checks_enabled():
         table = all_gather_metadata(name, x, dim, ranks, same=f"op={op!r}", ragged=False, problem=problem)
         x = join_graph(x, table)

@@ -17,7 +17,7 @@ from unisono.collectives.checks import (
     validate_tensor,
 )
 from unisono.collectives.groups import Group, GroupRanks, resolve_group
-from unisono.collectives.sizes import dim_error, even_sizes, from_rows, join_graph, one_rank_sizes, sizes_error, to_rows
+from unisono.collectives.sizes import dim_error, from_rows, join_graph, one_rank_sizes, split_sizes, to_rows
 
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)  # the same on every rank
 
@@ -86,13 +86,9 @@ def _broadcast_metadata(x: Tensor | None, dim: int, root: int, sizes: Sequence[i
     elif not isinstance(x, Tensor) or x.ndim == 0:
         problem = f"x: expected a Tensor of at least one dimension on root={root}, got {describe(x)}"
     else:
-        problem = dim_error(x, dim) or sizes_error("sizes", sizes, ranks)
-        if not problem:
-            lengths = even_sizes(x.shape[dim], ranks.size) if sizes is None else sizes
-            needs_grad = x.requires_grad and torch.is_grad_enabled()
-            metadata = [_DTYPES.index(x.dtype), needs_grad, x.device.type == "cpu", x.ndim, *x.shape, *lengths]
-            if sum(lengths) != x.shape[dim]:
-                problem = f"sizes={tuple(lengths)} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
+        lengths, problem = split_sizes("sizes", sizes, x, dim, ranks)
+        needs_grad = x.requires_grad and torch.is_grad_enabled()
+        metadata = [_DTYPES.index(x.dtype), needs_grad, x.device.type == "cpu", x.ndim, *x.shape, *lengths]
     return validate_across_ranks(
         "scatter",
         ranks,

@@ -17,13 +17,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -224,7 +225,7 @@ def _start(process: Any, rank: int) -> None:
     """
     place = rank % len(_HASH_SEEDS)
     if process._start_method != "forkserver":
-        with _hash_seed(_HASH_SEEDS[place]):
+        with mock.patch.dict(os.environ, PYTHONHASHSEED=_HASH_SEEDS[place]):
             process.start()
         return
     from multiprocessing import forkserver  # not on every platform
@@ -237,28 +238,10 @@ def _start(process: Any, rank: int) -> None:
                 server.set_forkserver_preload([__name__, *(name for name in preload if name not in ("__main__", __name__))])
                 _fork_servers.append(server)
         for seed, server in zip(_HASH_SEEDS, _fork_servers, strict=True):  # together, so that they import at the same time
-            with _hash_seed(seed):
+            with mock.patch.dict(os.environ, PYTHONHASHSEED=seed):
                 server.ensure_running()
-        original = forkserver.connect_to_new_process
-        forkserver.connect_to_new_process = _fork_servers[place].connect_to_new_process
-        try:
+        with mock.patch.object(forkserver, "connect_to_new_process", _fork_servers[place].connect_to_new_process):
             process.start()
-        finally:
-            forkserver.connect_to_new_process = original
-
-
-@contextmanager
-def _hash_seed(seed: str) -> Iterator[None]:
-    """Set PYTHONHASHSEED for interpreters that are started inside the block."""
-    before = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = seed
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONHASHSEED"]
-        else:
-            os.environ["PYTHONHASHSEED"] = before
 
 
 def _stacks_file(folder: Path, rank: int) -> Path:

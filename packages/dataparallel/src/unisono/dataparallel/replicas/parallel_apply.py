@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -59,29 +60,45 @@ def run_on_devices(call: Callable[[int], Any], devices: Sequence[torch.device], 
     """Call `call(i)` for each device number i, in threads with the modes of this thread; return the results."""
     if torch.compiler.is_compiling():
         return [call(i) for i in range(len(devices))]
-    thread_context = ThreadContext(list(devices)) if threads_supported() and len(devices) > 1 else None
-
-    def attempt(i: int) -> tuple[Any, BaseException | None]:
-        try:
-            if thread_context is not None:
-                return thread_context.run(lambda: call(i), devices[i]), None
-            with device_context(devices[i]):
-                return call(i), None
-        except BaseException as error:  # the caller gets every failure, whatever it is
-            error.add_note(f"in replica {i} on {devices[i]}")
-            return None, error
-
-    if thread_context is None:
-        outcomes = [attempt(i) for i in range(len(devices))]
-    else:
-        with ThreadPoolExecutor(len(devices), thread_name_prefix="unisono replica") as pool:
-            outcomes = list(pool.map(attempt, range(len(devices))))
-    failed = {i: error for i, (_, error) in enumerate(outcomes) if error is not None}
+    context = ThreadContext(list(devices)) if threads_supported() and len(devices) > 1 else None
+    with executor(len(devices) if context else 0) as threads:
+        futures = [
+            threads.submit(run_with_note, partial(call, i), device, context, f"in replica {i} on {device}")
+            for i, device in enumerate(devices)
+        ]
+    failed = {i: error for i, future in enumerate(futures) if (error := future.exception()) is not None}
     if failed:
         where = ", ".join(f"replica {i} on {devices[i]}" for i in failed)
         message = f"{name}: {len(failed)} of {len(devices)} replicas failed: {where}"
         raise BaseExceptionGroup(message, list(failed.values()))  # an ExceptionGroup, if all are Exceptions
-    return [result for result, _ in outcomes]
+    return [future.result() for future in futures]
+
+
+def executor(threads: int) -> Executor:
+    """Return an executor with so many threads; with 0 it runs each function at once, in this thread."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="unisono replica") if threads else _InlineExecutor()
+
+
+def run_with_note(fn: Callable[[], T], device: torch.device, context: ThreadContext | None, note: str) -> T:
+    """Return fn() with `device` as the current one, in the modes of `context` if given. A failure gets the note."""
+    try:
+        if context is not None:
+            return context.run(fn, device)
+        with device_context(device):
+            return fn()
+    except BaseException as error:
+        error.add_note(note)
+        raise
+
+
+class _InlineExecutor(Executor):
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
 
 
 class ThreadContext:
@@ -89,16 +106,6 @@ class ThreadContext:
 
     They are gradient and inference mode, autocast, function modes (the default device is one), hooks for saved tensors,
     context variables, and the current stream of each device.
-
-    Example:
-        >>> import threading, torch
-        >>> with torch.no_grad():
-        ...     thread_context = ThreadContext([torch.device("cpu")])
-        >>> look = lambda: print(torch.is_grad_enabled())
-        >>> thread = threading.Thread(target=thread_context.run, args=(look, torch.device("cpu")))
-        >>> thread.start(), thread.join()
-        False
-        (None, None)
     """
 
     def __init__(self, devices: list[torch.device]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -14,7 +15,13 @@ from torch import nn
 
 from unisono.dataparallel.replicas.broadcast import BUCKET_BYTES
 from unisono.dataparallel.replicas.devices import Copies, Device, resolve_device, resolve_devices
-from unisono.dataparallel.replicas.parallel_apply import ThreadContext, device_context, run_on_devices, threads_supported
+from unisono.dataparallel.replicas.parallel_apply import (
+    ThreadContext,
+    executor,
+    run_on_devices,
+    run_with_note,
+    threads_supported,
+)
 from unisono.dataparallel.replicas.replicate import Replicas
 from unisono.dataparallel.replicas.scatter_gather import gather, move_tree, split_tree
 
@@ -139,20 +146,23 @@ def map_batches(
         replicas = stack.enter_context(replica_context)
         with torch.no_grad():
             replicas.prepare(range(len(devices)))
-        thread_context = ThreadContext([*devices, output]) if threads_supported() else None
+        context = ThreadContext([*devices, output]) if threads_supported() else None
         # These end before the replicas are returned to the set, so no replica is still running then.
-        threads = [stack.enter_context(_thread()) for _ in devices]
+        threads = [stack.enter_context(executor(1 if context else 0)) for _ in devices]
         stack.callback(lambda: [future.cancel() for future in waiting])
         for number in count():
             i = number % len(devices)
             try:
-                batch = next(source)
-                waiting.append(_submit(threads[i], replicas, i, batch, devices[i], output, thread_context, number))
+                copies = Copies()
+                batch = move_tree(next(source), devices[i], copies)
             except StopIteration:
                 break
             except Exception as error:  # of the loader or of a copy; raised after the results of the batches before
                 failure = error
                 break
+            note = f"in batch {number} of ReplicaSet.map, in replica {i} on {devices[i]}"
+            work = partial(_run_batch, replicas, i, batch, copies, output)
+            waiting.append(threads[i].submit(run_with_note, work, devices[i], context, note))
             if len(waiting) >= len(devices) * (1 + ahead):
                 yield _next(waiting, bar)
         while waiting:
@@ -161,55 +171,14 @@ def map_batches(
         raise failure
 
 
-class _InlineExecutor(Executor):
-    """Runs each function at once, in this thread."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
-
-
-def _thread() -> Executor:
-    return ThreadPoolExecutor(1, thread_name_prefix="unisono replica") if threads_supported() else _InlineExecutor()
-
-
-def _submit(
-    thread: Executor,
-    replicas: Replicas,
-    i: int,
-    batch: Any,
-    device: torch.device,
-    output: torch.device,
-    thread_context: ThreadContext | None,
-    number: int,
-) -> Future[Any]:
-    copies = Copies()
-    moved = move_tree(batch, device, copies)
-
-    def work() -> Any:
-        copies.join()
-        with torch.no_grad():
-            result = replicas.call(i, lambda module: _call(module, moved))
-            leaving = Copies()
-            moved_result = move_tree(result, output, leaving)
-            leaving.join()
-        return moved_result
-
-    def attempt() -> Any:
-        try:
-            if thread_context is not None:
-                return thread_context.run(work, device)
-            with device_context(device):
-                return work()
-        except BaseException as error:
-            error.add_note(f"in batch {number} of ReplicaSet.map, in replica {i} on {device}")
-            raise
-
-    return thread.submit(attempt)
+@torch.no_grad()
+def _run_batch(replicas: Replicas, i: int, batch: Any, arriving: Copies, output: torch.device) -> Any:
+    arriving.join()
+    result = replicas.call(i, lambda module: _call(module, batch))
+    leaving = Copies()
+    moved = move_tree(result, output, leaving)
+    leaving.join()
+    return moved
 
 
 def _call(module: nn.Module, batch: Any) -> Any:

@@ -1,0 +1,157 @@
+"""The recipes that are too large to run in a test: their numbers of parameters, and one rank of many without data.
+
+Fake tensors have a device and a shape but no data: mixing devices, or reading a value from the GPU, raises.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.contrastive.fake_cuda import LiveBytes, first_blocks, on_fake_cuda
+from unisono.collectives import count_bytes
+from unisono.contrastive.tiled.columns import RingColumns
+from unisono_models.clip.config import Config
+from unisono_models.clip.data.loader import BatchMaker
+from unisono_models.clip.data.pairs import PairBatch
+from unisono_models.clip.loss import ClipTrainingModule
+from unisono_models.clip.model import Clip
+from unisono_models.clip.model.tokenizer import CaptionTokenizer
+from unisono_models.clip.recipes import RECIPES
+from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.parallel import autocast_context, find_repeated_blocks, parallelize, parameter_dtype
+
+NAMES = ["vitb16_datacomp", "vitl14_datacomp"]
+RANK, ROWS, HOST = 17, 128, 8  # this rank; pairs on each; ranks of a host
+
+
+@cache
+def built(name: str) -> ClipTrainingModule:
+    """The training module of a recipe on the meta device. Do not change it."""
+    config = RECIPES[name]
+    words = {f"w{number}": number for number in range(config.model.text.vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    with torch.device("meta"):
+        return ClipTrainingModule(
+            Clip(config.model, CaptionTokenizer(tokenizer, tokens=config.model.text.tokens)), config.objective
+        )
+
+
+def parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@contextmanager
+def one_of(world: int, device: str = "cuda") -> Iterator[Ranks]:
+    """Make this process one rank of `world`, with collectives that do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=world)
+    try:
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(HOST)):
+            yield Ranks(RANK, world, RANK % HOST, torch.device(device))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Use fake tensors. What torch asks a GPU is answered, and of a ring only the first 32 steps run: all are alike."""
+    with (
+        mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+        mock.patch("torch.cuda.is_bf16_supported", return_value=True),
+        mock.patch.object(RingColumns, "__iter__", first_blocks),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        yield
+
+
+def make_batch(config: Config, module: ClipTrainingModule, device: torch.device) -> dict:
+    """A rank's batch of a step, from what the readers give to what the training module takes."""
+    size, numbers = config.model.image.size, torch.arange(ROWS)
+    pairs = PairBatch(torch.zeros(ROWS, 3, size, size, dtype=torch.uint8), ["w1 w2 w3"] * ROWS, numbers, numbers)
+    maker = BatchMaker(module.clip.tokenizer, None, config.augment, 0, device, parameter_dtype(config.parallel), False)
+    return maker.make(pairs, step=3, epoch=0)
+
+
+@pytest.mark.parametrize(("name", "image", "layers"), [(NAMES[0], 85.8e6, 12), (NAMES[1], 303.2e6, 24)])
+def test_towers_have_their_numbers_of_parameters(name, image, layers):
+    config, module = RECIPES[name], built(name)
+    assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
+    assert parameters(module.clip.image.trunk) == pytest.approx(image, rel=0.01)
+    assert len(list(find_repeated_blocks(module.clip.image))) == layers
+    text, width = module.clip.text.trunk.config, module.clip.text.features
+    embeddings = (config.model.text.vocabulary + text.max_position_embeddings) * width
+    blocks = text.num_hidden_layers * (4 * width**2 + 2 * width * text.intermediate_size)
+    assert parameters(module.clip.text.trunk) == pytest.approx(embeddings + blocks, rel=0.01)
+    heads = (module.clip.image.features + width) * config.model.width
+    trunks = parameters(module.clip.image.trunk) + parameters(module.clip.text.trunk)
+    assert parameters(module) == pytest.approx(trunks + heads, rel=0.001)
+
+
+@on_fake_cuda
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_forward_waits_for_no_device(name):
+    config, module = RECIPES[name], deepcopy(built(name)).train()
+    with one_of(config.data.batch // ROWS) as ranks, without_data():
+        module.to_empty(device="cuda")
+        with autocast_context(config.parallel, ranks):
+            batch = make_batch(config, module, ranks.device)
+            features = [module(batch, part) for part in module.parts]
+            rounded = module.clip.image(batch["images"])
+            losses = module(batch)
+    assert {value.device.type for value in batch.values() if isinstance(value, torch.Tensor)} == {"cuda"}
+    assert rounded.dtype == torch.bfloat16 and [x.dtype for x in features] == [torch.float32] * 2
+    assert all(x.shape == (ROWS, config.model.width) for x in features)
+    assert all(loss.device.type == "cuda" and loss.shape == () and loss.dtype == torch.float32 for loss in losses.values())
+
+
+def bytes_of_the_loss(name: str, world: int) -> int:
+    """The peak of live bytes on one rank of `world`, with the same number of pairs on each."""
+    loss, width = deepcopy(built(name).pairs), RECIPES[name].model.width
+    with one_of(world), without_data():
+        loss.to_empty(device="cuda")
+        images, text = (torch.empty(ROWS, width, device="cuda", requires_grad=True) for _ in "xy")
+        concepts = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
+        with LiveBytes() as live:
+            loss(images, text, ids=concepts)
+    return live.most
+
+
+@on_fake_cuda
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_of_the_loss_does_not_grow_with_the_number_of_ranks(name):
+    few, many = (bytes_of_the_loss(name, world) for world in (256, 4096))
+    all_features = 4096 * ROWS * RECIPES[name].model.width * 4
+    assert many <= few < all_features / 100, f"{few / 2**20:.1f} MiB of one of 256 ranks, {many / 2**20:.1f} MiB of one of 4096"
+
+
+def test_sharded_model_trains_in_the_memory_of_one_device():
+    """ViT-L/14 on 128 ranks, parameters shared by the ranks of a host. Fake CPU tensors: FSDP2 asks for streams of a GPU."""
+    name = "vitl14_datacomp"
+    config, module = RECIPES[name], deepcopy(built(name)).train()
+    blocks, total = len(list(find_repeated_blocks(module))), parameters(module)
+    with one_of(config.data.batch // ROWS, "cpu") as ranks:
+        model = parallelize(module, replace(config.parallel, compile=False), ranks)
+        mesh = next(model.parameters()).device_mesh
+        assert mesh.shape == (ranks.size // HOST, HOST) and mesh.mesh_dim_names == ("replicate", "shard")
+        assert sum(parameter.to_local().numel() for parameter in model.parameters()) == pytest.approx(total / HOST, rel=0.01)
+        with without_data():
+            model.to_empty(device="cpu")
+            batch = make_batch(config, module, ranks.device)
+            with count_bytes() as traffic, LiveBytes() as live, autocast_context(config.parallel, ranks):
+                features = [model(batch, part) for part in module.parts]
+                torch.autograd.backward(features, [torch.ones_like(x) for x in features])
+    assert {name for name, parameter in module.named_parameters() if parameter.grad is None} == {"pairs.log_scale"}
+    assert traffic.by_op["all_gather"].calls == 2 * blocks + 1
+    assert live.most < 16 * 2**30, f"{live.most / 2**30:.1f} GiB, where 32 are what all activations take"
