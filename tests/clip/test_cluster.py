@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.contrastive.test_fake_cuda import LiveBytes, first_blocks, on_fake_cuda
+from tests.contrastive.fake_cuda import LiveBytes, first_blocks, on_fake_cuda
 from unisono.collectives import count_bytes
 from unisono.contrastive.tiled.columns import RingColumns
 from unisono_models.clip.config import Config

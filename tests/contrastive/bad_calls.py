@@ -1,4 +1,7 @@
-"""A bad call on rank 1, by its name in a test module's table BAD: (a call that is bad if asked to be, what the error says)."""
+"""Check that a bad call on rank 1 raises the same error on all ranks.
+
+A test module has a table BAD: name -> (function that makes a bad call if its argument is 1, text of the error).
+"""
 
 import importlib
 
@@ -9,10 +12,10 @@ import torch.distributed as dist
 from unisono.collectives import MismatchError, all_gather
 
 
-def caught(module: str, name: str) -> str:
-    """Runs on every rank: the error that it raised, the ranks being still in step."""
-    bad_call = importlib.import_module(module).BAD[name][0]
+def error_of_a_bad_call(module: str, name: str) -> str:
+    """Runs on every rank. Returns the error, after a collective that shows that the ranks are still in step."""
+    make_call = importlib.import_module(module).BAD[name][0]
     with pytest.raises(MismatchError) as error:
-        bad_call(int(dist.get_rank() == 1))
+        make_call(int(dist.get_rank() == 1))
     assert len(all_gather(torch.ones(1))) == dist.get_world_size()
     return str(error.value)

@@ -77,7 +77,7 @@ CASES = {
 }
 
 
-def whole(rows: int, scale: float = 4.0, seed: int = 0) -> dict[str, Tensor]:
+def global_batch(rows: int, scale: float = 4.0, seed: int = 0) -> dict[str, Tensor]:
     """The global batch: the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -104,14 +104,14 @@ def differentiable(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.clone() if name in CONSTANT else t.clone().requires_grad_() for name, t in batch.items()}
 
 
-def share(batch: dict[str, Tensor], sizes: tuple[int, ...], rank: int) -> dict[str, Tensor]:
+def local_batch(batch: dict[str, Tensor], sizes: tuple[int, ...], rank: int) -> dict[str, Tensor]:
     """One rank's part of the global batch."""
     return {name: t if name in SHARED else t.split_with_sizes(list(sizes))[rank] for name, t in batch.items()}
 
 
-def gradients(loss: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def gradients(loss: Tensor, batch: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     names = [name for name, t in batch.items() if t.requires_grad]
-    found = torch.autograd.grad(loss, [batch[name] for name in names], materialize_grads=True)
+    found = torch.autograd.grad(loss, [batch[name] for name in names], materialize_grads=True, **options)
     return dict(zip(names, found, strict=True))
 
 
@@ -130,11 +130,11 @@ def matches_one_process(
         return
     sizes, rank = sizes or SPLITS[len(members)], resolve_group(group).rank
     assert members[rank] == dist.get_rank()
-    batch = differentiable(whole(sum(sizes), scale))
+    batch = differentiable(global_batch(sum(sizes), scale))
     expected = case(batch, case.reference)
     expected_grads = gradients(expected, batch)
 
-    mine = differentiable(share(whole(sum(sizes), scale), sizes, rank))
+    mine = differentiable(local_batch(global_batch(sum(sizes), scale), sizes, rank))
     loss = case(mine, getattr(contrastive, case.function), group=group, **options)
     close(loss, expected, tolerance, case_name)
     copies = len(members) if options.get("grad_reduce", "mean") == "mean" else 1  # averaging over ranks divides by as many

@@ -1,36 +1,35 @@
-"""torch.compile(fullgraph=True) of a training step that holds the loss: the values and gradients of eager."""
+"""torch.compile(fullgraph=True) of a training step with a loss gives the values and gradients of eager mode."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.contrastive.loss_cases import CASES, SPLITS, close, differentiable, gradients, share, whole
+from tests.contrastive.loss_cases import CASES, SPLITS, close, differentiable, global_batch, gradients, local_batch
 from unisono import contrastive
 from unisono.contrastive import ClipLoss, SigmoidLoss
 
+COMPILED = ["clip_everything", "clip_one_way", "sigmoid_ids_masked_weights", "ntxent", "supcon_weights"]
 
-def compiled_losses_match_eager(backend, names):
+
+def compiled_losses_match_eager(backend):
     sizes, rank = SPLITS[dist.get_world_size()], dist.get_rank()
-    for name in names:
-        torch._dynamo.reset()
-        case = CASES[name]
-        mine = differentiable(share(whole(sum(sizes)), sizes, rank))
+    torch._dynamo.reset()
+    mine = differentiable(local_batch(global_batch(sum(sizes)), sizes, rank))
 
-        def step(given, case=case):
-            return case(given, getattr(contrastive, case.function))
+    def step(given):
+        return [CASES[name](given, getattr(contrastive, CASES[name].function)) for name in COMPILED]
 
-        expected = step(mine)
-        expected_grads = gradients(expected, mine)
-        loss = torch.compile(step, fullgraph=True, backend=backend)(mine)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)(mine)  # one graph for all, because compiling takes seconds
+    for name, loss, expected in zip(COMPILED, compiled, step(mine), strict=True):
         close(loss.detach(), expected.detach(), 1e-12, name)
-        for key, grad in gradients(loss, mine).items():
+        expected_grads = gradients(expected, mine)
+        for key, grad in gradients(loss, mine, retain_graph=True).items():
             close(grad, expected_grads[key], 1e-11, f"{name}: gradient of {key}")
 
 
 def test_compiled_losses_match_eager(ranks):
-    names = ["clip_everything", "clip_one_way", "sigmoid_ids_masked_weights", "ntxent", "supcon_weights"]
-    ranks(compiled_losses_match_eager, "aot_eager", names, world_size=2, timeout=240)
+    ranks(compiled_losses_match_eager, "aot_eager", world_size=2, timeout=240)
 
 
 def test_gradients_have_the_strides_that_inductor_was_promised():
@@ -61,7 +60,7 @@ def compiled_step(backend):
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     parameters = [*tower.parameters(), *losses.parameters()]
-    for rows in (3 + rank, 5, 4 - rank):  # other sizes in every step
+    for rows in (3 + rank, 5, 4 - rank):  # another size in every step
         generator = torch.Generator().manual_seed(10 * rows + rank)
         images, texts = (torch.randn(rows, 6, generator=generator, dtype=torch.float64) for _ in "xy")
         ids = torch.randint(0, 4, (rows,), generator=generator)

@@ -1,4 +1,4 @@
-"""Two towers under real DDP and real FSDP2: parameters end where one process with the whole batch ends."""
+"""Two towers trained under DDP and FSDP2 end with the parameters of one process with the whole batch."""
 
 import copy
 
@@ -16,7 +16,7 @@ from unisono.contrastive import ClipLoss, SigmoidLoss, clip_loss, reference, sig
 
 
 class TwoTowers(nn.Module):
-    """The loss module may live inside what DDP wraps, or beside it."""
+    """The loss module may be inside of the module that DDP wraps, or outside of it."""
 
     def __init__(self, loss: nn.Module | None) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def make(loss_class, inside):
 
 
 def trained_alone(loss_class, images, texts, ids):
-    """Three steps of plain torch on the whole batch."""
+    """Train three steps with the reference on the whole batch."""
     model, loss = make(loss_class, inside=False)
     parameters = [*model.parameters(), *loss.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -87,7 +87,7 @@ def trains_alike(loss_name, wrapper, inside):
         close(whole.detach(), expected[name.removeprefix("loss.")], 1e-12, name)
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["loss inside", "loss beside"])
+@pytest.mark.parametrize("inside", [True, False], ids=["loss inside", "loss outside"])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("loss", ["clip", "sigmoid"])
 def test_training_matches_one_process(ranks, loss, wrapper, inside):
@@ -96,7 +96,7 @@ def test_training_matches_one_process(ranks, loss, wrapper, inside):
 
 
 def frozen_tower(exchange):
-    """Locked-image tuning: one side needs no gradient, on all ranks or on some; or a rank has none at all."""
+    """One tower needs no gradient (locked-image tuning), on all ranks or on some; or a whole rank needs none."""
     for frozen in (["x"], ["y"], ["y"] if dist.get_rank() else [], ["x", "y"] if dist.get_rank() == 1 else []):
         generator = torch.Generator().manual_seed(dist.get_rank())
         given = {name: torch.randn(3, 4, generator=generator, dtype=torch.float64) for name in ("x", "y")}
@@ -118,7 +118,7 @@ def test_frozen_towers(ranks):
 
 
 def bound_holds(wrap):
-    """A scale that is pushed beyond its bound and then back, in a parameter that FSDP2 has sharded or in a plain one."""
+    """Push a scale beyond its bound and back, in a parameter that FSDP2 shards, or in a plain one."""
     loss = ClipLoss(init_scale=9.0, max_scale=10.0).double()
     if wrap:
         fully_shard(loss, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -137,6 +137,8 @@ def bound_holds(wrap):
 
 def test_the_bound_holds_in_a_sharded_parameter(ranks):
     (plain,) = ranks(bound_holds, False, world_size=1)
-    assert plain[1][1] == plain[2][1] > 2.31 and plain[4][1] < plain[3][1] < plain[2][1], "out by a step, there, and back"
+    assert plain[1][1] == plain[2][1] > 2.31 and plain[4][1] < plain[3][1] < plain[2][1], (
+        "beyond the bound by one step, held there, and back"
+    )
     for path in ranks(bound_holds, True, world_size=2):
         torch.testing.assert_close(torch.tensor(path), torch.tensor(plain), rtol=1e-6, atol=0)

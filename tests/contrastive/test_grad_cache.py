@@ -1,4 +1,4 @@
-"""cached_backward gives the gradients of the whole batch at once, whatever the micro-batches, and synchronises once."""
+"""cached_backward gives the gradients of the whole batch for any micro-batches, and synchronises once."""
 
 import copy
 from collections import UserDict
@@ -24,7 +24,7 @@ def tower(seed: int, drop: float = 0.0) -> nn.Module:
 
 
 class Both(nn.Module):
-    """Two towers and a temperature that neither uses: what people wrap in one DDP."""
+    """Two towers and a temperature that neither uses, as people wrap them in one DDP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def plain_loss(images: Tensor, texts: Tensor, log_scale: Tensor | float = 0.3) -
 
 
 def global_loss(images: Tensor, texts: Tensor, log_scale: Tensor | float = 0.3) -> Tensor:
-    """The same on every rank; its gradients, added over ranks by all_gather, are right once DDP has averaged."""
+    """The same value on every rank. all_gather adds the gradients of all ranks, so they are right after DDP's average."""
     return plain_loss(all_gather(images), all_gather(texts), log_scale)
 
 
@@ -67,7 +67,7 @@ def same_gradients(got: nn.Module, expected: nn.Module, factor: float = 1.0) -> 
 
 
 def sharded(module: nn.Module) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard  # here: it takes seconds
+    from torch.distributed.fsdp import fully_shard  # imported here because it takes seconds
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for child in module.children():
@@ -77,7 +77,7 @@ def sharded(module: nn.Module) -> nn.Module:
 
 
 def trains(wrap, micro_batch) -> None:
-    """Several steps: what one leaves behind must not spoil the next."""
+    """Several steps, because state that one step leaves behind must not spoil the next."""
     reference = [tower(0), tower(1)]
     towers = [wrap(copy.deepcopy(module)) for module in reference]
     for step in range(3):
@@ -88,7 +88,7 @@ def trains(wrap, micro_batch) -> None:
             close(cached_backward(towers, own(batch), global_loss, micro_batch=micro_batch), expected.detach())
         reductions = sum(traffic.by_op[name].calls for name in ("all_reduce", "reduce_scatter") if name in traffic.by_op)
         assert reductions == {nn.Sequential: 0, DistributedDataParallel: 2, sharded: 4}[wrap]
-        if wrap is nn.Sequential:  # no DDP: the average by hand
+        if wrap is nn.Sequential:  # without DDP the test takes the average
             for parameter in [p for module in towers for p in module.parameters()]:
                 parameter.grad = all_reduce(parameter.grad, "avg")
         for got, wanted in zip(towers, reference, strict=True):
@@ -124,7 +124,7 @@ def one_ddp(options, bypass: bool) -> None:
         reference.zero_grad()
         ddp.zero_grad()
         plain_loss(reference("image", batch[0]), reference("text", batch[1]), reference.log_scale).backward()
-        for repeat in range(2):  # gradients of the first wait in no_sync for the second
+        for repeat in range(2):  # the first accumulates its gradients in no_sync()
             with ddp.no_sync() if repeat == 0 else nullcontext():
                 cached_backward(
                     [lambda x: model("image", x), lambda x: model("text", x)],
@@ -166,7 +166,7 @@ def test_one_tower_twice(ranks, wrap):
 
 
 class Routed(nn.Module):
-    """A layer that only some rows use, and a buffer, which DDP broadcasts in forward."""
+    """A layer that only some rows use, and a buffer, which DDP broadcasts in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def layers_used_by_early_micro_batches_only() -> None:
         reference.zero_grad()
         model.zero_grad()
         plain_loss(torch.cat([reference(x) for x in images.split(1)]), other(texts)).backward()
-        model.module.shift += dist.get_rank()  # undone by the broadcast of the first forward
+        model.module.shift += dist.get_rank()  # the broadcast of the first forward undoes this
         cached_backward([model, other], own([images, texts]), global_loss, micro_batch=1)
         same_gradients(model, reference)
 
@@ -214,7 +214,7 @@ def test_an_error_leaves_the_sync_switched_on(ranks, wrap):
     ranks(leaves_sync_on, wrap, world_size=3)
 
 
-# What follows needs one rank only, and runs without a process group.
+# The tests below need one rank only, and run without a process group.
 
 
 def noisy_loss(images: Tensor, texts: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ def test_tree_of_tensors(kind):
     cached_backward([encode, model], [tree, texts], plain_loss, micro_batch=4)
     same_gradients(model, reference)
     assert seen == [(kind, "en", 4), (kind, "en", 3)] * 2
-    assert len(tree["x"]) == 7  # the caller's is not touched
+    assert len(tree["x"]) == 7  # the caller's batch is unchanged
 
 
 def test_frozen_tower_and_inputs_with_gradients():
@@ -348,17 +348,17 @@ def too_many_rows(x: Tensor) -> Tensor:
             [torch.ones(2, 3)],
             torch.sum,
             1,
-            r"encoders\[0\] on rank 0: expected one Tensor of 1 rows, got a Tensor of shape \(2, 3\)",
+            r"encoders\[0\] on rank 0: expected one Tensor of 1 rows, got float32\[2, 3\]",
         ),
         (
             [lambda x: (x, x)],
             [torch.ones(2, 3)],
             torch.sum,
             1,
-            r"encoders\[0\] on rank 0: expected one Tensor of 1 rows, got a tuple",
+            r"encoders\[0\] on rank 0: expected one Tensor of 1 rows, got tuple",
         ),
-        ([torch.tanh], [torch.ones(2, 3)], torch.tanh, 1, r"loss: expected a scalar Tensor, got a Tensor of shape \(2, 3\)"),
-        ([torch.tanh], [torch.ones(2, 3)], lambda x: 1.0, 1, "loss: expected a scalar Tensor, got a float"),
+        ([torch.tanh], [torch.ones(2, 3)], torch.tanh, 1, r"loss: expected a scalar Tensor, got float32\[2, 3\]"),
+        ([torch.tanh], [torch.ones(2, 3)], lambda x: 1.0, 1, "loss: expected a scalar Tensor, got float"),
     ],
 )
 def test_rejects(encoders, batches, loss, micro_batch, message):
@@ -366,7 +366,7 @@ def test_rejects(encoders, batches, loss, micro_batch, message):
         cached_backward(encoders, batches, loss, micro_batch=micro_batch)
 
 
-def refused_by_all() -> str:
+def one_rank_is_wrong() -> str:
     micro_batch = 1 - dist.get_rank() // 2
     with pytest.raises(MismatchError) as caught:
         cached_backward([tower(0)], own(whole_batch())[:1], global_loss, micro_batch=micro_batch)
@@ -377,6 +377,6 @@ def refused_by_all() -> str:
 
 
 def test_rejects_on_all_ranks_what_one_has_wrong(ranks):
-    messages = ranks(refused_by_all, world_size=3)
+    messages = ranks(one_rank_is_wrong, world_size=3)
     assert len(set(messages)) == 1
     assert "a bad call on rank 2" in messages[0] and "rank 2: micro_batch=0 is not a positive" in messages[0]

@@ -1,9 +1,9 @@
-"""N ranks, any split: the value and the gradients of one process with the whole batch."""
+"""All losses: N ranks with any split of the batch give the value and the gradients of one process."""
 
 import pytest
 import torch
 
-from tests.contrastive.loss_cases import CASES, differentiable, gradients, matches_one_process, whole
+from tests.contrastive.loss_cases import CASES, differentiable, global_batch, gradients, matches_one_process
 from unisono import contrastive
 
 
@@ -37,7 +37,7 @@ def test_groups_match_one_process(ranks, group):
 
 @pytest.mark.parametrize("case", CASES)
 def test_without_a_process_group(case):
-    batch = differentiable(whole(7))
+    batch = differentiable(global_batch(7))
     expected = CASES[case](batch, CASES[case].reference)
     loss = CASES[case](batch, getattr(contrastive, CASES[case].function))
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)

@@ -1,4 +1,4 @@
-"""What the modules own: initial values, bounds, names, and that they hand everything on."""
+"""The loss modules: initial values, bounds, state, and that they pass all arguments on."""
 
 import copy
 
@@ -37,10 +37,10 @@ def test_the_scale_stays_below_its_bound_and_can_come_back(make):
         module.log_scale.fill_(9.0)
     assert module.scale.item() == pytest.approx(100)
     module.scale.sum().backward()
-    assert module.log_scale.grad.item() == pytest.approx(100), "what leads back comes through"
+    assert module.log_scale.grad.item() == pytest.approx(100), "a gradient that leads back passes"
     module.log_scale.grad = None
     (-module.scale).sum().backward()
-    assert module.log_scale.grad.item() == 0, "what leads further out does not"
+    assert module.log_scale.grad.item() == 0, "a gradient that leads further out does not"
 
 
 def test_copies_and_state():
@@ -79,7 +79,7 @@ def test_logits_kept_or_not_are_the_same(logits):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_what_was_kept_goes_with_the_backward():
+def test_the_backward_frees_the_kept_logits():
     x = X.clone().requires_grad_()
     loss = clip_loss(x, Y, 20.0, logits="keep")
     loss.backward()

@@ -1,4 +1,4 @@
-"""NegativeQueue: on any ranks, what a list in one process holds that sees the whole batches."""
+"""NegativeQueue on any ranks holds the same keys as a list in one process that sees the whole batches."""
 
 import copy
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.contrastive.bad_calls import caught
+from tests.contrastive.bad_calls import error_of_a_bad_call
 from unisono.collectives import all_gather, checked, count_bytes
 from unisono.collectives.testing import run_ranks
 from unisono.contrastive.clip import clip_loss
@@ -34,13 +34,13 @@ def batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def split(rows: int, step: int, world: int) -> list[int]:
-    """Uneven, another one at each step, with empty ranks."""
+    """Rows of each rank: uneven, different at each step, and sometimes none."""
     cuts = sorted((rows * (7 * step + 5 * rank) % (rows + 1)) for rank in range(1, world))
     return [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
 
 
 class PlainQueue:
-    """What the ranks must reproduce: a list of all keys, of which the last count."""
+    """The specification: a list of all keys, of which the last `size` count."""
 
     def __init__(self, size: int) -> None:
         self.size, self.keys, self.ids = size, torch.empty(0, WIDTH), torch.empty(0, dtype=torch.int64)
@@ -58,7 +58,7 @@ def step_both(queue: NegativeQueue, plain: PlainQueue, step: int, rows: int, siz
 
 
 def same_content(queue: NegativeQueue, plain: PlainQueue) -> None:
-    """As an ordered list, from the oldest key to the newest."""
+    """Compare the keys in order, from the oldest to the newest."""
     assert len(queue) == len(plain.keys)
     oldest = queue._count % queue.size if len(queue) == queue.size else 0
     mine = queue.negatives()
@@ -108,7 +108,7 @@ def test_queue_with_any_history(history):
 
 
 def close(got: Tensor, expected: Tensor) -> None:
-    assert torch.allclose(got, expected, rtol=1e-11, atol=1e-13)  # torch.testing's first call takes seconds in every rank
+    assert torch.allclose(got, expected, rtol=1e-11, atol=1e-13)  # the first call of torch.testing takes seconds on every rank
 
 
 def plain_loss(x: Tensor, y: Tensor, scale: Tensor, ids: Tensor, plain: PlainQueue, masked: bool) -> Tensor:
@@ -145,7 +145,7 @@ def trains(placement: Any, masked: bool, exchange: Any) -> None:
             grad_reduce="sum",
             **more,
         )
-        queue.enqueue(y, own_ids if masked else None)  # before the backward, as is customary
+        queue.enqueue(y, own_ids if masked else None)  # before the backward, as most training loops do
         plain.enqueue(whole[1].detach(), ids)
         loss.backward()
         close(loss, expected)
@@ -183,7 +183,7 @@ def saves(folder: Path, size: int, placement: Any, steps: int, way: str) -> None
     for step, rows in enumerate(BATCHES[:steps]):
         step_both(model.queue, plain, step, rows)
     if way == "checkpoint":
-        import torch.distributed.checkpoint as dcp  # here: it takes seconds
+        import torch.distributed.checkpoint as dcp  # imported here because it takes seconds
 
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     else:
@@ -239,7 +239,7 @@ def inside_ddp(placement: Any) -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_ddp_leaves_every_ranks_share_alone(ranks, placement):
+def test_ddp_does_not_overwrite_the_shares(ranks, placement):
     ranks(inside_ddp, placement, world_size=2)
 
 
@@ -257,7 +257,7 @@ def in_subgroups(placement: Any) -> None:
     other = NegativeQueue(7, WIDTH, placement=placement, group=groups[which])
     other.load_state_dict(queue.state_dict())
     queue.enqueue(torch.ones(3, WIDTH))
-    same_content(twin, plain)  # with content of its own, on the same ranks
+    same_content(twin, plain)  # the copy has its own content
     same_content(other, plain)
 
 
@@ -267,7 +267,7 @@ def test_subgroup_and_deepcopy(ranks, placement):
 
 
 def first_alone() -> None:
-    """A queue that was filled before there were other ranks is shared out; the other way round takes a checkpoint."""
+    """A queue that was filled on one rank is then split over several. The reverse needs a checkpoint."""
     everyone = dist.group.WORLD
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     queue, plain = NegativeQueue(10, WIDTH, group=alone), PlainQueue(10)
@@ -301,7 +301,7 @@ def test_sharded_keys_travel_once(ranks):
     assert 1.9 * own < ranks(sent, "replicated", world_size=3)[2] < 2.1 * own
 
 
-# What follows needs one rank only, and runs without a process group.
+# The tests below need one rank only, and run without a process group.
 
 
 def test_negatives_are_a_copy():
@@ -320,7 +320,7 @@ def test_moves_with_the_module():
     assert model.to("meta").queue.negatives().device.type == "meta"
 
 
-def test_inference_mode_leaves_a_queue_that_can_go_on():
+def test_a_queue_filled_in_inference_mode_can_be_used_outside():
     queue = NegativeQueue(4, WIDTH)
     with torch.inference_mode():
         queue.enqueue(torch.ones(3, WIDTH))
@@ -331,7 +331,7 @@ def test_inference_mode_leaves_a_queue_that_can_go_on():
         assert each.negatives().sum() == 3 * WIDTH - WIDTH and len(each) == 4
 
 
-def test_keys_take_the_queues_dtype():
+def test_keys_are_stored_in_the_dtype_of_the_queue():
     queue = NegativeQueue(4, WIDTH, dtype=torch.bfloat16)
     queue.enqueue(torch.full((2, WIDTH), 0.1))
     assert torch.equal(queue.negatives(), torch.full((2, WIDTH), 0.1, dtype=torch.bfloat16))
@@ -378,6 +378,6 @@ BAD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_rejects_on_all_ranks(ranks, name):
-    messages = ranks(caught, __name__, name, world_size=3)
+    messages = ranks(error_of_a_bad_call, __name__, name, world_size=3)
     assert len(set(messages)) == 1 and messages[0].startswith("NegativeQueue.enqueue: ")
     assert BAD[name][1] in messages[0], messages[0]

@@ -1,4 +1,4 @@
-"""open_clip's own losses, from PyPI, on the same ranks: the same values, and the same gradients where theirs are exact."""
+"""The losses of open_clip on the same ranks: the same values, and the same gradients where theirs are exact."""
 
 import importlib.util
 from pathlib import Path
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from unisono.contrastive import clip_loss, sigmoid_loss
 
 FOUND = importlib.util.find_spec("open_clip")
-pytestmark = pytest.mark.skipif(FOUND is None, reason="open_clip is installed beside the newest torch only")
+pytestmark = pytest.mark.skipif(FOUND is None, reason="open_clip is installed with the newest torch only")
 
 
 def open_clip_losses():
-    """Its loss.py alone: the whole package takes 15 seconds to import."""
+    """Import loss.py alone, because the whole package takes 15 seconds."""
     spec = importlib.util.spec_from_file_location("open_clip_loss", Path(FOUND.submodule_search_locations[0]) / "loss.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -30,7 +30,7 @@ def features():
 
 
 def averaged(grads):
-    """Features keep their own; what is shared is averaged, as DDP would."""
+    """Average the gradients of scale and bias, as DDP would; those of the features stay."""
     for grad in grads[2:]:
         dist.all_reduce(grad, op=dist.ReduceOp.SUM)
         grad /= dist.get_world_size()
@@ -48,7 +48,7 @@ def agrees_with_open_clip(kind, exchange):
         loss = theirs.ClipLoss(local_loss=kind == "local", gather_with_grad=True, rank=rank, world_size=world)(x, y, scale)
     expected = averaged(torch.autograd.grad(loss, inputs))
     value = loss.detach().clone()
-    if kind != "global":  # theirs differs from rank to rank; its mean over ranks is the loss
+    if kind != "global":  # their value differs from rank to rank; the mean over ranks is the loss
         dist.all_reduce(value)
         value /= world
 
@@ -66,7 +66,7 @@ def test_agrees_with_open_clip(ranks, kind, exchange):
 
 
 def without_gradient_through_the_gather():
-    """Its default, gather_with_grad=False: 1/W of the gradient beside DDP. Ours has no such flag."""
+    """The default of open_clip, gather_with_grad=False, gives 1/W of the gradient under DDP."""
     rank, world = dist.get_rank(), dist.get_world_size()
     x, y, scale, _ = features()
     loss = open_clip_losses().ClipLoss(rank=rank, world_size=world)(x, y, scale)
@@ -75,5 +75,5 @@ def without_gradient_through_the_gather():
     torch.testing.assert_close(theirs * world, ours, rtol=1e-10, atol=1e-13)
 
 
-def test_the_default_of_open_clip_is_one_part_of_the_gradient(ranks):
+def test_the_default_of_open_clip_gives_a_fraction_of_the_gradient(ranks):
     ranks(without_gradient_through_the_gather, world_size=3)

@@ -1,4 +1,4 @@
-"""Digits: scales, losses near zero, logits far apart, 16-bit features, autocast."""
+"""Precision: large scales, losses near zero, logits far apart, 16-bit features, autocast."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.contrastive.loss_cases import CASES, close, differentiable, gradients, matches_one_process, whole
+from tests.contrastive.loss_cases import CASES, close, differentiable, global_batch, gradients, matches_one_process
 from unisono import contrastive
 from unisono.contrastive import clip_loss, ntxent_loss, sigmoid_loss
 from unisono.contrastive.tiled import tiles
@@ -19,25 +19,25 @@ def test_scales_match_one_process(ranks, scale):
         ranks(matches_one_process, case, {}, "world", 1e-11, scale, world_size=2)
 
 
-def by_one_shift_for_each_row_and_column():
-    """The way of GPUs, taken here by pretending that every tile has lost digits."""
-    kept = dict(tiles._EXPONENT_RANGES)
+def with_a_shift_for_each_row_and_column():
+    """GPUs always compute tiles this way. Here the limits make every tile seem to have lost digits."""
+    limits_before = dict(tiles._EXPONENT_RANGES)
     tiles._EXPONENT_RANGES.update(
-        {dtype: limits._replace(smallest_sum=math.inf, largest_gap=-1) for dtype, limits in kept.items()}
+        {dtype: limits._replace(smallest_sum=math.inf, largest_gap=-1) for dtype, limits in limits_before.items()}
     )
     try:
         for case in CASES:
             matches_one_process(case, {"tile": 3})
     finally:
-        tiles._EXPONENT_RANGES.update(kept)
+        tiles._EXPONENT_RANGES.update(limits_before)
 
 
 def test_tiles_of_other_devices_match_one_process(ranks):
-    ranks(by_one_shift_for_each_row_and_column, world_size=2)
+    ranks(with_a_shift_for_each_row_and_column, world_size=2)
 
 
 def exact(x, y, scale):
-    """The loss near zero, with nothing lost: log1p of the sum of negatives against the positive, in 50 digits."""
+    """The loss in 50 digits: log1p of the sum of the negatives relative to the positive."""
     from mpmath import exp, log1p, mp, mpf
 
     mp.dps = 50
@@ -56,7 +56,7 @@ def test_near_zero_loss_keeps_its_digits(scale):
     y = x.clone().requires_grad_()
     loss = clip_loss(x, y, scale)
     assert abs(loss.item() / exact(x, y.detach(), scale) - 1) < 1e-10
-    # each row: softmax over 5 equal negatives and the positive, whose gradient is minus theirs together
+    # in each row, the gradient of the positive is minus the sum of those of 5 equal negatives
     negative = math.exp(-scale) / (1 + 5 * math.exp(-scale))
     expected = scale * negative / 6 * (1 - 6 * x)
     torch.testing.assert_close(torch.autograd.grad(loss, y)[0], expected, rtol=1e-10, atol=0)
@@ -72,7 +72,7 @@ def test_near_zero_loss_in_float32():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("tile", [None, 3])
 def test_logits_far_apart(dtype, tile):
-    """Rows and columns whose logits are hundreds and thousands apart: nothing overflows or vanishes."""
+    """Logits of one tile that are thousands apart neither overflow nor vanish."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 4, generator=generator, dtype=torch.float64) * torch.logspace(-2, 2, 8, dtype=torch.float64)[:, None]
     y = torch.randn(8, 4, generator=generator, dtype=torch.float64) * torch.logspace(1, -2, 8, dtype=torch.float64)[:, None]
@@ -148,11 +148,11 @@ def test_one_pair_alone_and_none_at_all():
         loss = clip_loss(x, x, 2.0, **options)
         assert loss == 0 and torch.autograd.grad(loss, x)[0].abs().max() == 0
     nothing = torch.empty(0, 3, dtype=torch.float64, requires_grad=True)
-    assert clip_loss(nothing, nothing, 2.0).isnan(), "the mean of nothing, as torch's"
+    assert clip_loss(nothing, nothing, 2.0).isnan(), "the mean of no rows is NaN, as in torch"
 
 
 def bits_are_the_same_on_every_rank():
-    batch = differentiable(whole(8))
+    batch = differentiable(global_batch(8))
     start = 2 * dist.get_rank()
     mine = {
         name: t if t.ndim == 0 else t.detach()[start : start + 2].requires_grad_(t.requires_grad) for name, t in batch.items()
@@ -171,7 +171,7 @@ def test_value_and_shared_gradients_are_the_same_bits_on_every_rank(ranks):
 
 
 def test_a_loss_scaled_up_has_no_nan():
-    """GradScaler's factor on logits 110 apart: weights of a tile overflow float32, so the tile goes the other way."""
+    """Regression: GradScaler's factor on logits 110 apart made the weights of a tile overflow float32."""
     x = torch.tensor([[110.0, 0.0], [110.0, 0.0], [0.0, 0.001]], requires_grad=True)
     y = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     plain = torch.autograd.grad(clip_loss(x, y, 1.0, direction="x_to_y"), x)[0]
@@ -193,7 +193,7 @@ def test_a_16_bit_scale_is_rounded_no_further(dtype):
 
 
 def test_16_bit_gradients_are_rounded_after_the_factor():
-    """Small gradients of a loss that GradScaler makes large: not lost on the way."""
+    """Regression: gradients too small for float16 were rounded to 0 before GradScaler's factor made them large."""
     x = torch.eye(64, dtype=torch.float16).requires_grad_()
     grad = torch.autograd.grad(sigmoid_loss(x, x.detach(), 40.0, -20.0) * 2.0**16, x)[0]
     wide = torch.eye(64, dtype=torch.float64).requires_grad_()

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.contrastive.loss_cases import whole
+from tests.contrastive.loss_cases import global_batch
 from unisono.contrastive import reference
 
-BATCH = whole(9)
+BATCH = global_batch(9)
 X, Y, SCALE, IDS, WEIGHTS = (BATCH[name] for name in ("x", "y", "scale", "ids", "weights"))
 LOGITS = SCALE * X @ Y.T
 EYE = torch.eye(9, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""retrieval_metrics: N ranks find what one process finds by sorting all scores, ties against the model."""
+"""retrieval_metrics on N ranks gives what one process finds by sorting all scores; ties count against the model."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.contrastive.bad_calls import caught
+from tests.contrastive.bad_calls import error_of_a_bad_call
 from unisono.collectives import checked
 from unisono.collectives.testing import run_ranks
 from unisono.contrastive.retrieval import retrieval_metrics
@@ -21,7 +21,7 @@ KS = (1, 2, 5, 100)
 
 
 def plain_ranks(x: Tensor, y: Tensor, ids: Tensor) -> list[int]:
-    """Sort all candidates of each row, positives behind those that score the same; the place of the first positive."""
+    """Sort all candidates of each row, positives after others with the same score; return the place of the first positive."""
     ranks = []
     for anchor, key in zip(x.double(), ids.tolist(), strict=True):
         scores, positive = (y.double() @ anchor).tolist(), (ids == key).tolist()
@@ -112,7 +112,7 @@ def test_retrieval_in_a_subgroup(ranks):
 
 
 def collapsed(rows: list[int], width: int, value: str) -> dict[str, float]:
-    """Features without a difference, whose scores nevertheless round differently in tiles of different shapes."""
+    """All features are equal, but their scores round differently in tiles of different shapes."""
     feature = (
         torch.full((width,), 0.1) if value == "constant" else torch.rand(width, generator=torch.Generator().manual_seed(0))
     )
@@ -145,15 +145,15 @@ def test_values_that_are_not_finite_count_against_the_model(with_ids):
     x = torch.eye(4)
     x[1, 0] = torch.nan
     got = retrieval_metrics(x, torch.eye(4), ids, ks=[1])
-    assert got["x_to_y/recall@1"] == 0.75  # the row itself is last
-    assert got["y_to_x/recall@1"] == 0  # and nobody is sure to be ahead of it
+    assert got["x_to_y/recall@1"] == 0.75  # the row itself has the last rank
+    assert got["y_to_x/recall@1"] == 0  # and it may be ahead of every positive
     broken = retrieval_metrics(torch.full((4, 4), torch.nan), torch.eye(4), ids, ks=[1])
     assert broken["x_to_y/mean_rank"] == broken["y_to_x/mean_rank"] == 4
     assert retrieval_metrics(torch.full((4, 4), torch.inf), torch.ones(4, 4), ids, ks=[1])["x_to_y/recall@1"] == 0
 
 
 def test_ties_of_features_with_very_different_norms():
-    """All scores are the same but for rounding, which is that of the larger norm: the positive's or the candidate's."""
+    """All scores are equal up to rounding, which depends on the larger norm: that of the positive or of the candidate."""
     part = (
         torch.randn(12, 500, generator=torch.Generator().manual_seed(0))
         * torch.tensor([1.0, 100.0, 10000.0]).repeat(4)[:, None]
@@ -221,7 +221,7 @@ def agrees(rows: list[int], x: list, y: list, ids: list[int] | None, exchange: A
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
-def test_retrieval_of_anything(case):
+def test_retrieval_with_any_input(case):
     run_ranks(agrees, *case.values(), world_size=len(case["rows"]))
 
 
@@ -240,7 +240,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_retrieval_rejects_on_all_ranks(ranks, name):
-    messages = ranks(caught, __name__, name, world_size=3)
+    messages = ranks(error_of_a_bad_call, __name__, name, world_size=3)
     assert len(set(messages)) == 1 and messages[0].startswith("retrieval_metrics: ")
     assert BAD[name][1] in messages[0], messages[0]
 
@@ -259,8 +259,8 @@ def test_retrieval_rejects(options, message):
         retrieval_metrics(X, X, **options)
 
 
-def lenient(dtypes: list[torch.dtype]) -> dict[str, float]:
-    """Ids of different integer types on different ranks mean the same; all of it passes checked()."""
+def ids_of_different_types(dtypes: list[torch.dtype]) -> dict[str, float]:
+    """Ranks may have ids of different integer types, also under checked()."""
     rank = dist.get_rank()
     x, y = (own(each, ROWS[3], rank) for each in whole_set("random", torch.float32))
     with checked():
@@ -268,5 +268,5 @@ def lenient(dtypes: list[torch.dtype]) -> dict[str, float]:
 
 
 def test_ids_of_any_integer_type(ranks):
-    for got in ranks(lenient, [torch.int64, torch.int32, torch.uint8], world_size=3):
+    for got in ranks(ids_of_different_types, [torch.int64, torch.int32, torch.uint8], world_size=3):
         close(got, plain(*whole_set("random", torch.float32), torch.arange(13) % 6))

@@ -1,11 +1,11 @@
-"""Second derivatives, by autograd of the plain formula and by finite differences."""
+"""Second derivatives of all losses, against autograd of the reference and against finite differences."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.collectives.one_process import group_named
-from tests.contrastive.loss_cases import CASES, SHARED, close, differentiable, share, whole
+from tests.contrastive.loss_cases import CASES, SHARED, close, differentiable, global_batch, local_batch
 from unisono import contrastive
 from unisono.collectives import all_reduce
 from unisono.collectives.groups import resolve_group
@@ -21,20 +21,20 @@ def first_and_second(loss, batch):
     return penalty, dict(zip(names, leaves, strict=True))
 
 
-FEW = {1: (5,), 2: (3, 2), 3: (3, 0, 2), 4: (2, 0, 3, 1)}  # rows of each rank: the plain formulas are slow
+FEW = {1: (5,), 2: (3, 2), 3: (3, 0, 2), 4: (2, 0, 3, 1)}  # rows of each rank; few, because the reference is slow
 
 
 def second_matches_one_process(case_name, group_name="world"):
-    """A gradient penalty on the features, summed over ranks: its own gradient is that of one process."""
+    """The gradient of a gradient penalty, summed over ranks, is that of one process."""
     group, members = group_named(group_name)
     if not members:
         return
     case, sizes, rank = CASES[case_name], FEW[len(members)], resolve_group(group).rank
-    batch = differentiable(whole(sum(sizes)))
+    batch = differentiable(global_batch(sum(sizes)))
     penalty, leaves = first_and_second(case(batch, case.reference), batch)
     expected = dict(zip(leaves, torch.autograd.grad(penalty, leaves.values(), materialize_grads=True), strict=True))
 
-    mine = differentiable(share(whole(sum(sizes)), sizes, rank))
+    mine = differentiable(local_batch(global_batch(sum(sizes)), sizes, rank))
     loss = case(mine, getattr(contrastive, case.function), grad_reduce="sum", group=group)
     penalty, leaves = first_and_second(loss, mine)
     second = torch.autograd.grad(penalty, leaves.values(), materialize_grads=True)
@@ -60,13 +60,13 @@ def test_second_derivatives_of_groups_match_one_process(ranks, group):
 
 def finite_differences(case_name, exchange):
     case, rank = CASES[case_name], dist.get_rank()
-    batch = {name: t[:, :2] if t.ndim == 2 else t for name, t in whole(3, scale=2.0).items()}
-    mine = share(batch, (2, 1), rank)
+    batch = {name: t[:, :2] if t.ndim == 2 else t for name, t in global_batch(3, scale=2.0).items()}
+    mine = local_batch(batch, (2, 1), rank)
     shared = {"clip_loss": ["scale"], "sigmoid_loss": ["scale", "bias"]}.get(case.function, ["temperature"])
     names = [name for name in (*case.inputs, *shared) if mine[name].is_floating_point() and name != "negatives"]
 
     def loss(*tensors):
-        # one variable on every rank: differences of one rank's copy must move all
+        # one variable for all ranks: a finite difference on one rank must change it on all
         given = {name: all_reduce(t, "avg") if name in SHARED else t for name, t in zip(names, tensors, strict=True)}
         return case(mine | given, getattr(contrastive, case.function), exchange=exchange)
 
@@ -82,9 +82,9 @@ def test_gradcheck_and_gradgradcheck(ranks):
 
 
 def twice(exchange):
-    """retain_graph: what the forward has kept is used again, unchanged."""
+    """With retain_graph=True the second backward uses the same saved tensors."""
     for case in CASES.values():
-        mine = differentiable(share(whole(9), (5, 4), dist.get_rank()))
+        mine = differentiable(local_batch(global_batch(9), (5, 4), dist.get_rank()))
         loss = case(mine, getattr(contrastive, case.function), exchange=exchange)
         first = torch.autograd.grad(loss, mine["x"], retain_graph=True)[0]
         torch.testing.assert_close(torch.autograd.grad(loss, mine["x"])[0], first, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""A bad call on one rank is the same error on all of them, and nothing is left hanging."""
+"""A bad call on one rank raises the same error on all ranks, and none of them hangs."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from unisono.contrastive import (
 X = torch.eye(3, 4)
 IDS = torch.arange(3)
 
-# what rank 1 calls while the others call clip_loss(X, X, 2.0): (the call, what the error says)
+# what rank 1 calls while the others call clip_loss(X, X, 2.0), and a part of the error
 BAD = {
     "shapes": (lambda: clip_loss(X, X[:2], 2.0), "x and y must have the same shape"),
     "width": (lambda: clip_loss(X[:, :3], X[:, :3], 2.0), "every dimension but 0 must be the same"),
@@ -68,7 +68,7 @@ def not_finite(function, value):
     if dist.get_rank() == 1:
         x[2, 1] = value
     call = {"clip": lambda: clip_loss(x, X, 2.0), "sigmoid": lambda: sigmoid_loss(X, x, 2.0, -1.0)}[function]
-    assert not call().isfinite(), "unchecked, it goes on"
+    assert not call().isfinite(), "without checked() it raises no error"
     with checked(), pytest.raises(MismatchError, match=r"has (nan|inf) at \(2, 1\); 1 values are not finite"):
         call()
 
@@ -89,7 +89,7 @@ def test_checked_finds_different_scales(ranks):
 
 
 def dtypes_of_ids_and_weights_differ():
-    """What may differ without harm does not have to be the same: it travels in one dtype."""
+    """These dtypes may differ between ranks, because all ranks send one dtype."""
     ids, weights = (
         IDS.to([torch.int32, torch.int64][dist.get_rank()]),
         torch.ones(3, dtype=[torch.float32, torch.float64][dist.get_rank()]),
@@ -136,6 +136,7 @@ def test_sizes_given(ranks):
         (lambda: SigmoidLoss(init_scale=0.0), "SigmoidLoss: the initial scale 0.0"),
         (lambda: SupConLoss(temperature=-1.0), "SupConLoss: temperature=-1.0"),
         (lambda: ClipLoss(smoothing=0.1), "ClipLoss: smoothing is not an option of clip_loss"),
+        (lambda: SupConLoss(smoothing=0.1), "SupConLoss: smoothing is not an option of supcon_loss"),
     ],
 )
 def test_bad_arguments(call, text):

@@ -14,7 +14,7 @@ from unisono.collectives import Group, all_reduce, global_mean
 from unisono.collectives.checks import describe
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.logit_statistics import logit_statistics
-from unisono.contrastive.tiled.tiles import Logits, LogSumExp, TilePlan
+from unisono.contrastive.tiled.tiles import Logits, LogSumExp
 from unisono.contrastive.validate import is_integral, shared_scalar, validate_inputs
 
 GradReduce = Literal["mean", "sum"]
@@ -80,17 +80,9 @@ def clip_loss(
         problem = f"label_smoothing={label_smoothing!r} must be in [0, 1)"
     if hardness < 0:
         problem = f"hardness={hardness!r} must not be negative"
-    options = {
-        "same_id": same_id,
-        "label_smoothing": label_smoothing,
-        "decoupled": decoupled,
-        "hardness": hardness,
-        "direction": direction,
-        "exchange": exchange,
-        "tile": tile,
-        "grad_reduce": grad_reduce,
-        "logits": logits,
-    }
+    options: dict[str, object] = {"same_id": same_id, "label_smoothing": label_smoothing, "decoupled": decoupled}
+    options |= {"hardness": hardness, "direction": direction, "exchange": exchange, "tile": tile}
+    options |= {"grad_reduce": grad_reduce, "logits": logits}
     inputs = validate_inputs(
         "clip_loss",
         x,
@@ -108,30 +100,22 @@ def clip_loss(
     scale = shared_scalar(scale, group)
 
     shared_target = ids is not None and same_id == "positive"  # rows with the same id share the target
-    same_apart = ids is not None and (
-        not shared_target or decoupled or hardness > 0
-    )  # the same id is not in the first log-sum-exp
-    where: Literal["all", "other"] = "other" if same_apart else "all"
+    only_negatives = ids is not None and (not shared_target or decoupled or hardness > 0)
+    where: Literal["all", "other"] = "other" if only_negatives else "all"
     log_sum_exps = [LogSumExp(1.0 + hardness, where)]
     if hardness:
         log_sum_exps.append(LogSumExp(hardness, where))
     if hardness and shared_target and not decoupled:
         log_sum_exps.append(LogSumExp(1.0, "same"))
-    plan = TilePlan(
-        tuple(log_sum_exps),
-        columns=direction == "both",
-        same_id_sums=ids is not None,
-        exchange=exchange,
-        tile=tile,
-        logits=logits,
-    )
+    plan = inputs.tile_plan(log_sum_exps=tuple(log_sum_exps), columns=direction == "both", same_id_sums=ids is not None)
     row_and_column_ids = None
     if ids is not None:
-        row_and_column_ids = ids, ids if negative_ids is None else torch.cat([ids, negative_ids.to(ids)])
-    statistics = logit_statistics(x, y, scale, row_and_column_ids, plan, inputs.sizes, group)
+        column_ids = ids if negative_ids is None else torch.cat([ids, negative_ids.to(ids)])
+        row_and_column_ids = ids, column_ids
+    statistics = logit_statistics(x, y, scale, row_and_column_ids, plan)
 
     def anchor_losses(by_anchor: Tensor, anchors: Tensor, candidates: Tensor, count: Tensor | float) -> Tensor:
-        """Compute the loss of each anchor from its statistics. `count`: of the candidates on all ranks."""
+        """Compute the loss of each anchor from its statistics. `count`: the number of candidates on all ranks."""
         diagonal = statistics.diagonal
         same_count = by_anchor[-1].detach() if ids is not None else 0.0  # candidates with the same id, without the partner
         rest = by_anchor[0]  # the log-sum-exp of the denominator, without the partner
@@ -156,11 +140,11 @@ def clip_loss(
             losses = losses + label_smoothing * (target - uniform / count)
         return losses
 
-    losses = anchor_losses(statistics.rows, x, y, inputs.global_columns(group))
+    losses = anchor_losses(statistics.rows, x, y, inputs.global_rows(y))
     if direction == "both":
         partners = x.shape[0]  # the columns after these are negatives, which are no anchors
         columns = statistics.columns[:, :partners]
-        losses = (losses + anchor_losses(columns, y[:partners], x, inputs.global_rows(group))) / 2
+        losses = (losses + anchor_losses(columns, y[:partners], x, inputs.global_rows(x))) / 2
     loss = global_mean(losses, weights=weights, grad_reduce=grad_reduce, group=group)
     return loss.to(torch.promote_types(x.dtype, torch.float32))
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from unisono.collectives import Group
-from unisono.collectives.checks import user_frame, validate_across_ranks
+from unisono.collectives.checks import describe, user_frame, validate_across_ranks
 from unisono.collectives.groups import GroupRanks, resolve_group
 
 Encoder: TypeAlias = Callable[[Any], Tensor]
@@ -83,7 +83,7 @@ def cached_backward(
             x.requires_grad_()
         value = loss(*features)
         if not isinstance(value, Tensor) or value.ndim:
-            raise ValueError(f"cached_backward: loss: expected a scalar Tensor, got {_describe(value)} on rank {ranks.rank}")
+            raise ValueError(f"cached_backward: loss: expected a scalar Tensor, got {describe(value)} on rank {ranks.rank}")
         scaled = value if scale_loss is None else scale_loss(value)
         loss_leaves = _graph_leaves(scaled)
         scaled.backward()
@@ -116,7 +116,7 @@ class _Tower:
         features = self.encode(_rows(self.batch, start, stop))
         if not isinstance(features, Tensor) or features.shape[:1] != (stop - start,):
             raise ValueError(
-                f"cached_backward: {self.name}: expected one Tensor of {stop - start} rows, got {_describe(features)}"
+                f"cached_backward: {self.name}: expected one Tensor of {stop - start} rows, got {describe(features)}"
             )
         return features
 
@@ -197,10 +197,6 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _rows(tree: Any, start: int, stop: int) -> Any:
     return _map(lambda x: x[start:stop] if x.ndim else x, tree)
-
-
-def _describe(value: object) -> str:
-    return f"a Tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _save_rng_state(tensors: Sequence[Tensor]) -> Callable[[], None]:

@@ -79,15 +79,12 @@ def sigmoid_loss(
 ) -> Tensor:
     ids = torch.arange(len(x)) if ids is None else ids
     weights = x.new_ones(len(x)) if weights is None else weights
-    total = 0 * x.sum()
-    for i in range(len(x)):
-        for j in range(len(y)):
-            same = bool(ids[i] == ids[j])
-            if same and i != j and same_id == "masked":
-                continue
-            sign = 1 if same else -1
-            total = total - (weights[i] + weights[j]) / 2 * logsigmoid(sign * (scale * x[i] @ y[j] + bias))
-    return total / weights.sum()
+    logits = scale * x @ y.T + bias
+    same = ids.unsqueeze(1) == ids
+    losses = -logsigmoid(torch.where(same, logits, -logits))
+    if same_id == "masked":
+        losses = losses.masked_fill(same & ~torch.eye(len(x), dtype=torch.bool), 0)
+    return (losses * (weights.unsqueeze(1) + weights) / 2).sum() / weights.sum()
 
 
 def ntxent_loss(z0: Tensor, z1: Tensor, temperature: Tensor | float, *, weights: Tensor | None = None) -> Tensor:

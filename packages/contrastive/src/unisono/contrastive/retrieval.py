@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_gather
-from unisono.contrastive.tiled.columns import Exchange, exchange_columns, resolve_exchange
-from unisono.contrastive.tiled.tiles import Scratch, Span, fill_diagonals, spans, tile_shape
+from unisono.contrastive.tiled.columns import Exchange
+from unisono.contrastive.tiled.tiles import Span, TileIterator, TilePlan, fill_diagonals, spans
 from unisono.contrastive.validate import validate_inputs
 
 
@@ -52,11 +52,10 @@ def retrieval_metrics(
         inputs = validate_inputs(
             "retrieval_metrics", x, y, ids=ids, sizes=sizes, group=group, options=options, problem=_ks_error(ks)
         )
-        global_sizes = inputs.sizes
-        assert global_sizes is not None  # it is None under torch.compile only
+        plan = inputs.tile_plan(log_sum_exps=(), same_id_sums=ids is not None)
         with torch.autocast(inputs.x.device.type, enabled=False):
-            ranks = _positive_ranks(inputs.x, inputs.y, ids, exchange, tile, global_sizes, group)
-        all_ranks = all_gather(ranks, sizes=global_sizes, group=group).cpu()
+            ranks = _positive_ranks(_Scorer(inputs.x, inputs.y, inputs.ids, plan), inputs.y)
+        all_ranks = all_gather(ranks, sizes=inputs.sizes, group=group).cpu()
     metrics: dict[str, float] = {}
     for side, side_ranks in zip(("x_to_y", "y_to_x"), all_ranks.unbind(1), strict=True):
         ordered = side_ranks.sort().values.double()
@@ -65,7 +64,7 @@ def retrieval_metrics(
             metrics[f"{side}/recall@{k}"] = float((ordered <= k).double().mean())
         metrics[f"{side}/median_rank"] = float(ordered[(count - 1) // 2 : count // 2 + 1].mean())
         metrics[f"{side}/mean_rank"] = float(ordered.mean())
-    return metrics | {"rows": float(sum(global_sizes))}
+    return metrics | {"rows": float(len(all_ranks))}
 
 
 def _ks_error(ks: object) -> str:
@@ -74,28 +73,24 @@ def _ks_error(ks: object) -> str:
     return ""
 
 
-def _positive_ranks(
-    x: Tensor, y: Tensor, ids: Tensor | None, exchange: Exchange, tile: int | None, sizes: Sequence[int], group: Group
-) -> Tensor:
+def _positive_ranks(scorer: _Scorer, y: Tensor) -> Tensor:
     """Return the rank of the best positive for each own row of x and of y, as (rows, 2)."""
-    scorer = _Scorer(x, ids, tile)
-    exchange = resolve_exchange(exchange, sizes, y.shape[1], scorer.dtype.itemsize)
+    x = scorer.x
     slack_x = scorer.slack(x)
     slack_y = scorer.slack(y)
-    own_ids = [] if scorer.ids is None else [scorer.ids]
-    if scorer.ids is None:  # the partner is the only positive, and it is on this rank
-        partners = [(x[s].to(scorer.dtype) * y[s].to(scorer.dtype)).sum(1) for s in scorer.slices(x)]
-        floor_x = floor_y = torch.cat([slack_x[:0], *partners]) - slack_x * slack_y
+    own_ids = [] if scorer.row_ids is None else [scorer.row_ids]
+    if scorer.row_ids is None:  # the partner is the only positive, and it is on this rank
+        floor_x = floor_y = scorer.diagonal_products(y).to(scorer.dtype) - slack_x * slack_y
     else:
         floor_x = slack_x.new_full((x.shape[0],), -torch.inf)
-        columns = exchange_columns([y, slack_y, *own_ids], exchange, sizes, group)
+        columns = scorer.exchange_columns(y, slack_y, *own_ids)
         for own_start, (all_y, all_slack, *all_ids) in columns:
             best = all_slack.new_full((all_y.shape[0],), -torch.inf)
-            for rows, cols, features in scorer.tiles(all_y):
+            for rows, cols, features in scorer.spans(all_y):
                 positive = scorer.positives(rows, cols, own_start, all_ids)
                 if not positive.any():
                     continue  # true of most tiles if there are few positives: no scores are computed for them
-                scores = scorer.scores(rows, features).addr_(slack_x[rows.slice], all_slack[cols.slice], alpha=-1)
+                scores = scorer.logits(rows, features).addr_(slack_x[rows.slice], all_slack[cols.slice], alpha=-1)
                 scores.masked_fill_(~positive, -torch.inf)
                 floor_x[rows.slice] = torch.maximum(floor_x[rows.slice], scores.amax(1))
                 best[cols.slice] = torch.maximum(best[cols.slice], scores.amax(0))
@@ -103,11 +98,11 @@ def _positive_ranks(
         floor_y = columns.total()
 
     ranks_x = x.new_ones(x.shape[0], dtype=torch.int64)
-    columns = exchange_columns([y, torch.stack([slack_y, floor_y], 1), *own_ids], exchange, sizes, group)
+    columns = scorer.exchange_columns(y, torch.stack([slack_y, floor_y], 1), *own_ids)
     for own_start, (all_y, slack_and_floor, *all_ids) in columns:
         ahead = x.new_zeros(all_y.shape[0], dtype=torch.int64)
-        for rows, cols, features in scorer.tiles(all_y):
-            scores = scorer.scores(rows, features).addr_(slack_x[rows.slice], slack_and_floor[cols.slice, 0])
+        for rows, cols, features in scorer.spans(all_y):
+            scores = scorer.logits(rows, features).addr_(slack_x[rows.slice], slack_and_floor[cols.slice, 0])
             positive = scorer.positives(rows, cols, own_start, all_ids)
             ranks_x[rows.slice] += _count_ahead(scores, floor_x[rows.slice].unsqueeze(1), positive, 1)
             ahead[cols.slice] += _count_ahead(scores, slack_and_floor[cols.slice, 1], positive, 0)
@@ -120,8 +115,8 @@ def _count_ahead(scores: Tensor, floor: Tensor, positive: Tensor, dim: int) -> T
     return scores.shape[dim] - behind.sum(dim)
 
 
-class _Scorer:
-    """Tiles of scores between the own rows of x and any columns, and the rounding error of these scores.
+class _Scorer(TileIterator):
+    """Tiles of scores, which are the logits of a scale of 1, and the rounding error of these scores.
 
     The same dot product may round differently in a tile of another shape, so the split over ranks would break ties. Scores
     are therefore compared with a slack: a positive at its lowest, all others at their highest. Scores that differ by less
@@ -129,37 +124,20 @@ class _Scorer:
     to be up to `width` / 100 eps where all terms are equal, as with a collapsed encoder.
     """
 
-    def __init__(self, x: Tensor, ids: Tensor | None, tile: int | None) -> None:
-        self.x = x
-        self.ids = None if ids is None else ids.to(x.device, torch.int64).contiguous()
-        self.dtype = torch.promote_types(x.dtype, torch.float32)
-        self.shape = tile_shape(tile, x.device)
-        self.scratch = Scratch(x, self.dtype)
-
-    def slices(self, x: Tensor) -> list[slice]:
-        return [rows.slice for rows in spans(x.shape[0], self.shape[0])]
+    def __init__(self, x: Tensor, y: Tensor, ids: Tensor | None, plan: TilePlan) -> None:
+        super().__init__(x, y, torch.ones((), device="cpu"), None if ids is None else (ids, ids), plan)
 
     def slack(self, x: Tensor) -> Tensor:
         """One number per row; the slack of a score is the product of the numbers of its row and its column."""
         error = (8 + x.shape[1] / 32) * torch.finfo(self.dtype).eps
-        norms = [torch.linalg.vector_norm(x[s].to(self.dtype), dim=1) for s in self.slices(x)]
+        parts = spans(x.shape[0], self.shape[0])
+        norms = [torch.linalg.vector_norm(x[part.slice].to(self.dtype), dim=1) for part in parts]
         return torch.cat([x.new_empty(0, dtype=self.dtype), *norms]).mul_(error**0.5)
-
-    def tiles(self, all_y: Tensor) -> Iterator[tuple[Span, Span, Tensor]]:
-        """Yield (rows, columns, features of the columns)."""
-        for cols in spans(all_y.shape[0], self.shape[1]):
-            features = all_y[cols.slice].to(self.dtype)
-            for rows in spans(self.x.shape[0], self.shape[0]):
-                yield rows, cols, features
-
-    def scores(self, rows: Span, features: Tensor) -> Tensor:
-        buffer = self.scratch.buffer("scores", (rows.stop - rows.start, features.shape[0]))
-        return torch.mm(self.x[rows.slice].to(self.dtype), features.T, out=buffer)
 
     def positives(self, rows: Span, cols: Span, own_start: int | None, all_ids: Sequence[Tensor]) -> Tensor:
         """Return the mask of the positive pairs of a tile."""
-        if self.ids is not None:
-            return self.ids[rows.slice].unsqueeze(1) == all_ids[0][cols.slice]
+        if self.row_ids is not None:
+            return self.row_ids[rows.slice].unsqueeze(1) == all_ids[0][cols.slice]
         pairs = self.x.new_zeros((rows.stop - rows.start, cols.stop - cols.start), dtype=torch.bool)
         if own_start is not None:
             fill_diagonals(pairs, rows, cols, Span(own_start, own_start + self.x.shape[0]), (0,), True)

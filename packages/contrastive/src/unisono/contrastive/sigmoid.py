@@ -12,7 +12,7 @@ from unisono.collectives.functional.reduce import scale_loss_gradient
 from unisono.contrastive.clip import GradReduce, SameId
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.sigmoid_sum import sigmoid_sum
-from unisono.contrastive.tiled.tiles import TilePlan, statistics_dtype
+from unisono.contrastive.tiled.tiles import statistics_dtype
 from unisono.contrastive.validate import number_error, shared_scalar, validate_inputs
 
 
@@ -49,18 +49,17 @@ def sigmoid_loss(
         >>> sigmoid_loss(x, x, scale=10.0, bias=-5.0)  # on one rank, or with the three rows on any ranks
         tensor(0.0201)
     """
-    options = {"same_id": same_id, "exchange": exchange, "tile": tile, "grad_reduce": grad_reduce}
+    options: dict[str, object] = {"same_id": same_id, "exchange": exchange, "tile": tile, "grad_reduce": grad_reduce}
     options["weights"] = weights is not None
     options["a gradient for bias"] = isinstance(bias, Tensor) and bias.requires_grad
     problem = number_error(bias, "bias")
     inputs = validate_inputs(
         "sigmoid_loss", x, y, scale=scale, ids=ids, weights=weights, sizes=sizes, group=group, options=options, problem=problem
     )
-    plan = TilePlan(same_id_sums=ids is not None, exchange=exchange, tile=tile)
+    plan = inputs.tile_plan(same_id_sums=ids is not None)
     scale = shared_scalar(scale, group)
     bias = shared_scalar(bias, group)
-    masked = same_id == "masked"
-    local_sum = sigmoid_sum(inputs.x, inputs.y, scale, bias, weights, inputs.ids, masked, plan, inputs.sizes, group)
+    local_sum = sigmoid_sum(inputs.x, inputs.y, scale, bias, weights, inputs.ids, same_id == "masked", plan)
 
     wide = statistics_dtype(x.device)
     local_count = x.new_full((), x.shape[0], dtype=wide) if weights is None else weights.sum(dtype=wide)

@@ -13,7 +13,7 @@ from unisono.collectives import Group, global_mean
 from unisono.contrastive.clip import GradReduce
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.logit_statistics import logit_statistics
-from unisono.contrastive.tiled.tiles import Logits, TilePlan
+from unisono.contrastive.tiled.tiles import Logits
 from unisono.contrastive.validate import shared_scalar, validate_inputs
 
 
@@ -64,10 +64,9 @@ def ntxent_loss(
     samples = inputs.x.shape[0]
     anchors = torch.cat([inputs.x, inputs.y])
     candidates = torch.cat([inputs.y, inputs.x])
-    diagonals = (0, samples, -samples)
-    plan = TilePlan(excluded_diagonals=diagonals, columns=False, exchange=exchange, tile=tile, logits=logits)
-    doubled = None if inputs.sizes is None else tuple(2 * size for size in inputs.sizes)
-    statistics = logit_statistics(anchors, candidates, scale, None, plan, doubled, group)
+    sizes = None if inputs.sizes is None else tuple(2 * size for size in inputs.sizes)
+    plan = inputs.tile_plan(excluded_diagonals=(0, samples, -samples), columns=False, sizes=sizes)
+    statistics = logit_statistics(anchors, candidates, scale, None, plan)
     losses = softplus(statistics.rows[0] - statistics.diagonal, threshold=50)
     losses = rearrange(losses, "(view n) -> n view", view=2)
     loss = global_mean(losses, weights=weights, grad_reduce=grad_reduce, group=group)

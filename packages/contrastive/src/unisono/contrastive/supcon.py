@@ -13,7 +13,7 @@ from unisono.collectives.checks import describe
 from unisono.contrastive.clip import GradReduce
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.logit_statistics import logit_statistics
-from unisono.contrastive.tiled.tiles import Logits, TilePlan
+from unisono.contrastive.tiled.tiles import Logits
 from unisono.contrastive.validate import shared_scalar, validate_inputs
 
 
@@ -72,8 +72,8 @@ def supcon_loss(
     )
     ids = None if inputs.ids is None else (inputs.ids, inputs.ids)
     scale = 1 / shared_scalar(temperature, group)
-    plan = TilePlan(columns=False, same_id_sums=True, diagonal=False, exchange=exchange, tile=tile, logits=logits)
-    statistics = logit_statistics(inputs.x, inputs.y, scale, ids, plan, inputs.sizes, group)
+    plan = inputs.tile_plan(columns=False, same_id_sums=True, diagonal=False)
+    statistics = logit_statistics(inputs.x, inputs.y, scale, ids, plan)
     log_sum = statistics.rows[0]
     positive_sum = statistics.rows[1]
     positive_count = statistics.rows[2].detach()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from unisono.collectives import Group, all_reduce, average_gradient
 from unisono.collectives.checks import checks_enabled, describe
 from unisono.collectives.groups import resolve_group
 from unisono.collectives.sizes import all_gather_metadata, join_graph, metadata_lengths, raise_local_error, sizes_error
-from unisono.contrastive.tiled.tiles import statistics_dtype
+from unisono.contrastive.tiled.tiles import TilePlan, statistics_dtype
 
 _CHOICES = {
     "direction": ("both", "x_to_y"),
@@ -31,19 +31,19 @@ class LossInputs(NamedTuple):
     ids: Tensor | None  # as int64: what travels must have one dtype on all ranks
     sizes: tuple[int, ...] | None  # each rank's number of columns; None if a compiled graph has to exchange them
     paired: bool  # y has the partners of x and no negatives
+    group: Group
+    options: Mapping[str, Any]
 
-    def global_columns(self, group: Group) -> Tensor | float:
-        """The number of columns on all ranks together."""
-        return float(sum(self.sizes)) if self.sizes is not None else self._sum_over_ranks(self.y, group)
+    def tile_plan(self, **fields: Any) -> TilePlan:
+        """Return a TilePlan with these `fields`, over the ranks and with the options of this call."""
+        options = {name: self.options[name] for name in ("exchange", "tile", "logits") if name in self.options}
+        return TilePlan(**{"sizes": self.sizes, "group": self.group, **options, **fields})
 
-    def global_rows(self, group: Group) -> Tensor | float:
-        """The number of rows on all ranks together."""
-        if self.sizes is not None and self.paired:
+    def global_rows(self, features: Tensor) -> Tensor | float:
+        """Return the number of rows of `features`, which are x or y, on all ranks together."""
+        if self.sizes is not None and (features is self.y or self.paired):
             return float(sum(self.sizes))
-        return self._sum_over_ranks(self.x, group)
-
-    def _sum_over_ranks(self, features: Tensor, group: Group) -> Tensor:
-        return all_reduce(self.x.new_full((), features.shape[0], dtype=statistics_dtype(self.x.device)), group=group)
+        return all_reduce(self.x.new_full((), features.shape[0], dtype=statistics_dtype(self.x.device)), group=self.group)
 
 
 def validate_inputs(
@@ -57,7 +57,7 @@ def validate_inputs(
     negatives: Tensor | None = None,
     sizes: Sequence[int] | None = None,
     group: Group = None,
-    options: dict[str, object],
+    options: Mapping[str, object],
     problem: str = "",
     names: tuple[str, str] = ("scale", "ids"),
 ) -> LossInputs:
@@ -90,10 +90,10 @@ def validate_inputs(
         wants_grad = not problem and x.requires_grad and torch.is_grad_enabled()
         table = all_gather_metadata(function, columns, 0, ranks, extra=[int(wants_grad)], same=same, problem=problem)
         x = join_graph(x, [[0, wanted] for _, _, wanted in table])
-        return LossInputs(x, join_graph(columns, table), ids, metadata_lengths(table), paired)
+        return LossInputs(x, join_graph(columns, table), ids, metadata_lengths(table), paired, group, options)
     raise_local_error(function, problem, ranks)
     known_sizes = tuple(sizes) if sizes is not None and paired else None
-    return LossInputs(x, columns, ids, known_sizes, paired)
+    return LossInputs(x, columns, ids, known_sizes, paired, group, options)
 
 
 def shared_scalar(value: Tensor | float, group: Group) -> Tensor:
@@ -116,7 +116,7 @@ def is_integral(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def _options_error(options: dict[str, object]) -> str:
+def _options_error(options: Mapping[str, object]) -> str:
     for name, choices in _CHOICES.items():
         if name in options and options[name] not in choices:
             return f"{name}={options[name]!r} is not one of {', '.join(map(repr, choices))}"

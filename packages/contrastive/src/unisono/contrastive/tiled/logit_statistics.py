@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch._library.effects import EffectType
 
-from unisono.collectives import Group, all_gather, all_to_all_single
+from unisono.collectives import all_gather, all_to_all_single
 from unisono.collectives.groups import GroupRanks, as_group, resolve_group
 from unisono.collectives.sizes import all_gather_metadata, metadata_lengths
-from unisono.contrastive.tiled.columns import Columns, Combine, GatheredColumns, exchange_columns, resolve_exchange
+from unisono.contrastive.tiled.columns import Columns, Combine, GatheredColumns
 from unisono.contrastive.tiled.tiles import (
     Ids,
     LogSumExp,
@@ -47,44 +47,29 @@ class SavedForBackward(NamedTuple):
     logits: list[Tensor]  # one tensor per tile
 
 
-def logit_statistics(
-    x: Tensor, y: Tensor, scale: Tensor, ids: Ids, plan: TilePlan, sizes: Sequence[int] | None, group: Group
-) -> LogitStatistics:
+def logit_statistics(x: Tensor, y: Tensor, scale: Tensor, ids: Ids, plan: TilePlan) -> LogitStatistics:
     """Compute what `plan` asks for from this rank's rows `x` and the columns `y` of all ranks.
-
-    `sizes`: each rank's number of columns. None is allowed under torch.compile only: the op then exchanges them.
 
     Backward: the true adjoint under the sum over ranks of local losses, of any order. All ranks must run it.
     """
     if torch.compiler.is_compiling():
         row_ids, column_ids = ids if ids else (None, None)
-        encoded = _encode(plan)
-        results = _forward_op(
-            x, y, scale, row_ids, column_ids, encoded, plan.excluded_diagonals, sizes or (), *resolve_group(group)
-        )
+        options = _encode(plan), plan.excluded_diagonals, plan.sizes or ()
+        results = _forward_op(x, y, scale, row_ids, column_ids, *options, *resolve_group(plan.group))
         return LogitStatistics(*results[:3])
-    assert sizes is not None
-    return LogitStatistics(*_LogitStatisticsFunction.apply(x, y, scale, ids, plan, tuple(sizes), group))
+    return LogitStatistics(*_LogitStatisticsFunction.apply(x, y, scale, ids, plan))
 
 
 @without_autocast
 def forward(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    ids: Ids,
-    plan: TilePlan,
-    sizes: Sequence[int],
-    group: Group,
-    keep: bool = False,
+    x: Tensor, y: Tensor, scale: Tensor, ids: Ids, plan: TilePlan, keep: bool = False
 ) -> tuple[LogitStatistics, SavedForBackward]:
     """Return the statistics and, if `keep`, what the backward can use again."""
     wide = statistics_dtype(x.device)
     entries = len(plan.log_sum_exps)
     tiles = TileIterator(x, y, scale * LOG2E, ids, plan)
-    method = resolve_exchange(plan.exchange, sizes, y.shape[1], tiles.dtype.itemsize)
-    columns = exchange_columns([y, *ids[1:]] if ids else [y], method, sizes, group)
-    keep_logits = keep and plan.keeps_logits(x.shape[0] * sum(sizes), tiles.dtype.itemsize)
+    columns = tiles.exchange_columns(y, *(ids[1:] if ids else ()))
+    keep_logits = keep and plan.keeps_logits(x.shape[0] * sum(tiles.sizes), tiles.dtype.itemsize)
     kept: list[Tensor] | None = [] if keep_logits else None
 
     def initial_statistics(count: int) -> Tensor:
@@ -130,12 +115,10 @@ def backward(
     y: Tensor,
     scale: Tensor,
     ids: Ids,
+    plan: TilePlan,
     statistics: LogitStatistics,
     grads: LogitStatistics,
     saved: SavedForBackward,
-    plan: TilePlan,
-    sizes: Sequence[int],
-    group: Group,
     wants_y: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the gradients of x, y and scale. `wants_y` must be the same on all ranks."""
@@ -145,10 +128,9 @@ def backward(
     row_grads = grads.rows.T
     column_logs_and_grads = [torch.cat([statistics.columns * LOG2E, grads.columns]).T.contiguous()] if plan.columns else []
     if saved.columns:
-        columns: Columns = GatheredColumns(column_logs_and_grads, sizes, group, gathered=saved.columns)
+        columns: Columns = GatheredColumns(column_logs_and_grads, tiles.sizes, plan.group, gathered=saved.columns)
     else:
-        method = resolve_exchange(plan.exchange, sizes, y.shape[1], tiles.dtype.itemsize)
-        columns = exchange_columns([y, *(ids[1:] if ids else ()), *column_logs_and_grads], method, sizes, group)
+        columns = tiles.exchange_columns(y, *(ids[1:] if ids else ()), *column_logs_and_grads)
     kept = iter(saved.logits) if saved.logits else None
     overwrite = entries == 1 and kept is None
 
@@ -213,18 +195,16 @@ def _combine_columns(entries: int) -> Combine:
 
 class _LogitStatisticsFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, ids: Ids, plan: TilePlan, sizes: tuple[int, ...], group: Group
-    ) -> LogitStatistics:
-        result, saved = forward(x, y, scale, ids, plan, sizes, group, keep=any(ctx.needs_input_grad[:3]))
+    def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, ids: Ids, plan: TilePlan) -> LogitStatistics:
+        result, saved = forward(x, y, scale, ids, plan, keep=any(ctx.needs_input_grad[:3]))
         ctx.save_for_backward(x, y, scale, *result, *(ids or ()), *saved.columns, *saved.logits)
         ctx.saved_columns = len(saved.columns)
-        ctx.arguments = plan, sizes, group
+        ctx.plan = plan
         return result
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
-        plan, sizes, group = ctx.arguments
+        plan = ctx.plan
         x, y, scale, *rest = ctx.saved_tensors
         statistics, rest = LogitStatistics(*rest[:3]), rest[3:]
         ids = None
@@ -234,41 +214,42 @@ class _LogitStatisticsFunction(torch.autograd.Function):
         grads = LogitStatistics(*output_grads)
         if torch.is_grad_enabled():  # create_graph=True: this backward will be differentiated itself
             views = [t.view_as(t) for t in (x, y, scale)]  # x and y may be one tensor; each needs a gradient of its own
-            results = _statistics_of_all_logits(views[0], views[1], views[2], ids, plan, sizes, group)
+            results = _statistics_of_all_logits(views[0], views[1], views[2], ids, plan)
             known = [(result, grad) for result, grad in zip(results, grads, strict=True) if result.requires_grad]
             outputs, known_grads = zip(*known, strict=True)
             wanted = [t for t, needed in zip(views, wants, strict=True) if needed]
             found = iter(torch.autograd.grad(outputs, wanted, known_grads, create_graph=True, materialize_grads=True))
-            return *(next(found) if needed else None for needed in wants), *(None,) * 4
+            return *(next(found) if needed else None for needed in wants), *(None,) * 2
         saved = SavedForBackward(rest[: ctx.saved_columns], rest[ctx.saved_columns :])
-        dx, dy, dscale = backward(x, y, scale, ids, statistics, grads, saved, plan, sizes, group, wants_y=wants[1])
-        return dx, dy, dscale.to(scale.dtype), *(None,) * 4
+        dx, dy, dscale = backward(x, y, scale, ids, plan, statistics, grads, saved, wants_y=wants[1])
+        return dx, dy, dscale.to(scale.dtype), *(None,) * 2
 
 
 @without_autocast
-def _statistics_of_all_logits(
-    x: Tensor, y: Tensor, scale: Tensor, ids: Ids, plan: TilePlan, sizes: Sequence[int], group: Group
-) -> LogitStatistics:
+def _statistics_of_all_logits(x: Tensor, y: Tensor, scale: Tensor, ids: Ids, plan: TilePlan) -> LogitStatistics:
     """Compute the same statistics by plain torch, with all logits of this rank's rows at once: differentiable to any order."""
-    logits, takes_part = all_logits(x, y, scale, plan.excluded_diagonals, sizes, group)
+    logits, takes_part = all_logits(x, y, scale, plan)
     same = torch.zeros_like(takes_part)
     if ids is not None:
-        same = (ids[0].unsqueeze(1) == all_gather(ids[1], sizes=sizes, group=group)) & takes_part
+        same = (ids[0].unsqueeze(1) == all_gather(ids[1], sizes=plan.sizes, group=plan.group)) & takes_part
     by_row, by_column = [], []
-    own = (y.shape[0],) * resolve_group(group).size
+    own = (y.shape[0],) * resolve_group(plan.group).size
+
+    def partials_of_all_ranks(partial: Tensor) -> Tensor:
+        received = all_to_all_single(partial, send_sizes=plan.sizes, receive_sizes=own, group=plan.group)
+        return received.view(len(own), -1)
+
     for entry in plan.log_sum_exps:
         selected = _select(logits.masked_fill(~takes_part, -torch.inf), entry, same)
         by_row.append(_log_sum_exp(selected, 1))
         if plan.columns:
-            partials = all_to_all_single(_log_sum_exp(selected, 0), send_sizes=sizes, receive_sizes=own, group=group)
-            by_column.append(_log_sum_exp(partials.view(len(own), -1), 0))
+            by_column.append(_log_sum_exp(partials_of_all_ranks(_log_sum_exp(selected, 0)), 0))
     if plan.same_id_sums:
         selected = logits.masked_fill(~same, 0)
         for part in (selected, same.to(selected.dtype)):
             by_row.append(part.sum(1))
             if plan.columns:
-                partials = all_to_all_single(part.sum(0), send_sizes=sizes, receive_sizes=own, group=group)
-                by_column.append(partials.view(len(own), -1).sum(0))
+                by_column.append(partials_of_all_ranks(part.sum(0)).sum(0))
     wide = logits.dtype
     columns = torch.stack(by_column) if plan.columns else logits.new_empty((plan.width, 0))
     diagonal = logits.new_empty(0)
@@ -304,8 +285,8 @@ def _forward_op(
     ranks = GroupRanks(group, rank, size)
     if not sizes:
         sizes = metadata_lengths(all_gather_metadata("logit_statistics", y, 0, ranks, same=encoded_plan))
-    plan = _decode(encoded_plan, excluded_diagonals)
-    result, _ = forward(x, y, scale, _join(row_ids, column_ids), plan, sizes, as_group(ranks))
+    plan = _decode(encoded_plan, excluded_diagonals, sizes, ranks)
+    result, _ = forward(x, y, scale, _join(row_ids, column_ids), plan)
     return *result, torch.tensor(sizes, device="cpu")
 
 
@@ -313,7 +294,7 @@ def _forward_op(
 def _(
     x: Tensor, y: Tensor, scale: Tensor, _row: object, _column: object, encoded: str, diagonals: Sequence[int], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = _decode(encoded, diagonals)
+    plan = _decode(encoded, diagonals, (), None)
 
     def empty(*shape: int) -> Tensor:
         return x.new_empty(shape, dtype=torch.float64)
@@ -340,18 +321,9 @@ def _backward_op(
     rank: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dy, dscale = backward(
-        x,
-        y,
-        scale,
-        _join(row_ids, column_ids),
-        LogitStatistics(*statistics),
-        LogitStatistics(*grads),
-        SavedForBackward([], []),
-        _decode(encoded_plan, excluded_diagonals),
-        sizes.tolist(),
-        as_group(GroupRanks(group, rank, size)),
-    )
+    plan = _decode(encoded_plan, excluded_diagonals, sizes.tolist(), GroupRanks(group, rank, size))
+    both = LogitStatistics(*statistics), LogitStatistics(*grads)
+    dx, dy, dscale = backward(x, y, scale, _join(row_ids, column_ids), plan, *both, SavedForBackward([], []))
     assert dy is not None
     return dx, dy, dscale.to(scale.dtype)
 
@@ -384,19 +356,21 @@ def _join(row_ids: Tensor | None, column_ids: Tensor | None) -> Ids:
 
 
 def _encode(plan: TilePlan) -> str:
-    """All but `excluded_diagonals`, which may depend on sizes that are not known when the graph is made."""
+    """All but `excluded_diagonals` and `sizes`, which may not be known when the graph is made, and the group."""
     entries = ";".join(f"{entry.factor!r},{entry.where}" for entry in plan.log_sum_exps)
     return f"{entries}|{int(plan.columns)}|{int(plan.same_id_sums)}|{int(plan.diagonal)}|{plan.exchange}|{plan.tile or 0}"
 
 
-def _decode(text: str, excluded_diagonals: Sequence[int]) -> TilePlan:
-    entries, columns, same_id_sums, diagonal, exchange_method, tile = text.split("|")
+def _decode(text: str, excluded_diagonals: Sequence[int], sizes: Sequence[int], ranks: GroupRanks | None) -> TilePlan:
+    entries, columns, same_id_sums, diagonal, exchange, tile = text.split("|")
     return TilePlan(
         tuple(LogSumExp(float(f), w) for f, w in (entry.split(",") for entry in entries.split(";"))),  # type: ignore[arg-type]
         tuple(excluded_diagonals),
-        columns == "1",
-        same_id_sums == "1",
-        diagonal == "1",
-        exchange_method,  # type: ignore[arg-type]
-        int(tile) or None,
+        columns=columns == "1",
+        same_id_sums=same_id_sums == "1",
+        diagonal=diagonal == "1",
+        exchange=exchange,  # type: ignore[arg-type]
+        tile=int(tile) or None,
+        sizes=tuple(sizes),
+        group=None if ranks is None else as_group(ranks),
     )

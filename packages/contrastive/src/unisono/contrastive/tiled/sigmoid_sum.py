@@ -15,18 +15,10 @@ from torch import Tensor
 from torch._library.effects import EffectType
 from torch.nn.functional import logsigmoid
 
-from unisono.collectives import Group, all_gather
+from unisono.collectives import all_gather
 from unisono.collectives.groups import GroupRanks, as_group, resolve_group
 from unisono.collectives.sizes import all_gather_metadata, metadata_lengths
-from unisono.contrastive.tiled.columns import exchange_columns, resolve_exchange
 from unisono.contrastive.tiled.tiles import TileIterator, TilePlan, all_logits, statistics_dtype, without_autocast
-
-
-class SumOptions(NamedTuple):
-    masked: bool  # pairs with the same id are left out; otherwise they are positives
-    plan: TilePlan
-    sizes: tuple[int, ...]
-    group: Group
 
 
 class SumAndGradients(NamedTuple):
@@ -49,41 +41,28 @@ def sigmoid_sum(
     ids: Tensor | None,
     masked: bool,
     plan: TilePlan,
-    sizes: Sequence[int] | None,
-    group: Group,
 ) -> Tensor:
     """Sum (weights[i] + weights[j]) / 2 * softplus(-sign * logit) over this rank's rows i and the columns j of all ranks.
 
-    The sign is + for (i, i) and, unless `masked`, for pairs with the same id; it is - for all other pairs.
+    The sign is + for (i, i) and for pairs with the same id, which are left out if `masked`; it is - for all other pairs.
 
     Backward: right if the incoming gradient is the same on all ranks, as it is after an all_reduce of the result.
     """
     if torch.compiler.is_compiling():
-        needs_grad = torch.is_grad_enabled()
-        options = plan.exchange, plan.tile or 0, sizes or ()
-        results = _op(x, y, scale, bias, weights, ids, masked, needs_grad, *options, *resolve_group(group))
-        compiled_total: Tensor = results[0]
+        options = torch.is_grad_enabled(), plan.exchange, plan.tile or 0, plan.sizes or ()
+        compiled_total: Tensor = _op(x, y, scale, bias, weights, ids, masked, *options, *resolve_group(plan.group))[0]
         return compiled_total
-    assert sizes is not None
-    total: Tensor = _SigmoidSum.apply(x, y, scale, bias, weights, ids, SumOptions(masked, plan, tuple(sizes), group))
+    total: Tensor = _SigmoidSum.apply(x, y, scale, bias, weights, ids, masked, plan)
     return total
 
 
 class _SigmoidSum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        y: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        weights: Tensor | None,
-        ids: Tensor | None,
-        options: SumOptions,
-    ) -> Tensor:
-        total, *grads = compute(x, y, scale, bias, weights, ids, options, any(ctx.needs_input_grad))
-        ctx.save_for_backward(x, y, scale, bias, weights, ids, *grads)
-        ctx.options = options
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        total, *grads = compute(*arguments, needs_grad=any(ctx.needs_input_grad))  # type: ignore[misc]
+        *tensors, masked, plan = arguments
+        ctx.save_for_backward(*tensors, *grads)
+        ctx.options = masked, plan
         return total
 
     @staticmethod
@@ -93,11 +72,11 @@ class _SigmoidSum(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: this backward will be differentiated itself
             views: list[Any] = [t if t is None else t.view_as(t) for t in inputs]  # x and y may be one tensor
             wanted = [t for t, needed in zip(views, wants, strict=True) if needed]
-            result = _sum_of_all_logits(views[0], views[1], views[2], views[3], views[4], ids, ctx.options)
+            result = _sum_of_all_logits(views[0], views[1], views[2], views[3], views[4], ids, *ctx.options)
             grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=True))
-            return *(next(grads) if needed else None for needed in wants), *(None,) * 2
+            return *(next(grads) if needed else None for needed in wants), *(None,) * 3
         found = zip((dx, dy, dscale, dbias, dweights), inputs, wants, strict=True)
-        return *((d * grad).to(t.dtype) if needed else None for d, t, needed in found), *(None,) * 2
+        return *((d * grad).to(t.dtype) if needed else None for d, t, needed in found), *(None,) * 3
 
 
 @without_autocast
@@ -108,18 +87,17 @@ def compute(
     bias: Tensor,
     weights: Tensor | None,
     ids: Tensor | None,
-    options: SumOptions,
+    masked: bool,
+    plan: TilePlan,
     needs_grad: bool,
 ) -> SumAndGradients:
     """Compute the sum and, if `needs_grad`, its gradients; otherwise these are empty."""
-    masked, plan, sizes, group = options
     wide = statistics_dtype(x.device)
     tiles = TileIterator(x, y, scale, None if ids is None else (ids, ids), plan, tiles_at_once=2)
     minus_bias = -bias.to(wide)
     column_weights = [] if weights is None else [weights.to(wide)]
     column_ids = [] if ids is None else [ids]
-    method = resolve_exchange(plan.exchange, sizes, y.shape[1], tiles.dtype.itemsize)
-    columns = exchange_columns([y, *column_weights, *column_ids], method, sizes, group)
+    columns = tiles.exchange_columns(y, *column_weights, *column_ids)
     total = x.new_zeros((), dtype=wide)
     dbias = x.new_zeros((), dtype=wide)
     dx = x.new_zeros(x.shape if needs_grad else (0, 0), dtype=tiles.dtype)
@@ -178,19 +156,27 @@ def compute(
 
 
 def _sum_of_all_logits(
-    x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, weights: Tensor | None, ids: Tensor | None, options: SumOptions
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    weights: Tensor | None,
+    ids: Tensor | None,
+    masked: bool,
+    plan: TilePlan,
 ) -> Tensor:
     """Compute the same sum by plain torch, with all logits of this rank's rows at once: differentiable to any order."""
-    masked, plan, sizes, group = options
-    logits, takes_part = all_logits(x, y, scale, plan.excluded_diagonals, sizes, group)
+    logits, takes_part = all_logits(x, y, scale, plan)
     logits = logits + bias.to(logits.dtype)
-    same = torch.zeros_like(takes_part) if ids is None else ids.unsqueeze(1) == all_gather(ids, sizes=sizes, group=group)
+    same = torch.zeros_like(takes_part)
+    if ids is not None:
+        same = ids.unsqueeze(1) == all_gather(ids, sizes=plan.sizes, group=plan.group)
     positive = ~takes_part | (same & (not masked))  # the excluded diagonal holds the partners
     losses = -logsigmoid(torch.where(positive, logits, -logits))
     if masked:
         losses = losses.masked_fill(same & takes_part, 0)
     if weights is not None:
-        all_weights = all_gather(weights.to(logits.dtype), sizes=sizes, group=group)
+        all_weights = all_gather(weights.to(logits.dtype), sizes=plan.sizes, group=plan.group)
         losses = losses * (weights.unsqueeze(1) + all_weights) / 2
     return losses.sum()
 
@@ -205,7 +191,7 @@ def _op(
     ids: Tensor | None,
     masked: bool,
     needs_grad: bool,
-    exchange_method: str,
+    exchange: str,
     tile: int,
     sizes: Sequence[int],
     group: str,
@@ -214,10 +200,15 @@ def _op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks = GroupRanks(group, rank, size)
     if not sizes:
-        sizes = metadata_lengths(all_gather_metadata("sigmoid_loss", y, 0, ranks, same=f"{masked}, {exchange_method}, {tile}"))
-    plan = TilePlan(same_id_sums=ids is not None, exchange=exchange_method, tile=tile or None)  # type: ignore[arg-type]
-    options = SumOptions(masked, plan, tuple(sizes), as_group(ranks))
-    return compute(x, y, scale, bias, weights, ids, options, needs_grad)
+        sizes = metadata_lengths(all_gather_metadata("sigmoid_loss", y, 0, ranks, same=f"{masked}, {exchange}, {tile}"))
+    plan = TilePlan(
+        same_id_sums=ids is not None,
+        exchange=exchange,  # type: ignore[arg-type]
+        tile=tile or None,
+        sizes=tuple(sizes),
+        group=as_group(ranks),
+    )
+    return compute(x, y, scale, bias, weights, ids, masked, plan, needs_grad)
 
 
 @_op.register_fake

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unisono.collectives import Group, all_gather
 from unisono.collectives.groups import resolve_group
-from unisono.contrastive.tiled.columns import Exchange
+from unisono.contrastive.tiled.columns import Columns, Exchange, exchange_columns, resolve_exchange
 
 Logits = Literal["auto", "keep", "recompute"]
 Ids = tuple[Tensor, Tensor] | None  # of this rank's rows, and of its columns
@@ -66,6 +66,8 @@ class TilePlan:
     exchange: Exchange = "auto"
     tile: int | None = None
     logits: Logits = "auto"
+    sizes: tuple[int, ...] | None = None  # each rank's number of columns; None if a compiled graph has to exchange them
+    group: Group = None
 
     def keeps_logits(self, number: int, itemsize: int) -> bool:
         return self.logits == "keep" or (self.logits == "auto" and number * itemsize <= KEEP_BYTES)
@@ -140,14 +142,37 @@ class TileIterator:
     """
 
     def __init__(self, x: Tensor, y: Tensor, factor: Tensor, ids: Ids, plan: TilePlan, tiles_at_once: int = 1) -> None:
+        assert plan.sizes is not None
         self.x = x
         self.plan = plan
+        self.sizes = plan.sizes
         self.row_ids = ids[0] if ids else None
-        self.own_columns = y.shape[0]
+        self.own_columns, self.width = y.shape
         self.dtype = torch.promote_types(x.dtype, torch.float32)  # 16-bit features have 32-bit logits
         self.factor = factor.to(statistics_dtype(x.device))
         self.shape = tile_shape(plan.tile, x.device, tiles_at_once)
         self.scratch = Scratch(x, self.dtype)
+
+    def exchange_columns(self, *tensors: Tensor) -> Columns:
+        """Start to bring the `tensors` of all ranks, whose rows are columns of the logits."""
+        exchange = resolve_exchange(self.plan.exchange, self.sizes, self.width, self.dtype.itemsize)
+        return exchange_columns(tensors, exchange, self.sizes, self.plan.group)
+
+    def spans(self, y: Tensor) -> Iterator[tuple[Span, Span, Tensor]]:
+        """Yield (rows, columns, features of the columns times `factor`) for each tile."""
+        for columns in spans(y.shape[0], self.shape[1]):
+            features = y[columns.slice].to(self.dtype) * self.factor
+            for rows in self.row_spans():
+                yield rows, columns, features
+
+    def row_spans(self) -> Iterator[Span]:
+        return spans(self.x.shape[0], self.shape[0])
+
+    def logits(self, rows: Span, features: Tensor, keep: bool = False) -> Tensor:
+        """Compute one tile of logits. The next tile overwrites them, unless `keep`."""
+        shape = (rows.stop - rows.start, features.shape[0])
+        out = features.new_empty(shape) if keep else self.scratch.buffer("logits", shape)
+        return torch.mm(self.x[rows.slice].to(self.dtype), features.T, out=out)
 
     def iterate(
         self,
@@ -159,31 +184,23 @@ class TileIterator:
     ) -> Iterator[tuple[Span, Span, Tensor, Tensor, Tensor | None]]:
         """Yield (rows, columns, features of the columns times `factor`, logits, mask of the pairs with the same id).
 
-        Excluded pairs have logits of -inf. The next tile overwrites the logits, unless `keep` collects them. `kept`: the
-        logits that an earlier pass collected.
+        Excluded pairs have logits of -inf. `keep` collects the logits; `kept` gives those that an earlier pass collected.
         """
         excluded = self.plan.excluded_diagonals
         own = Span(0, 0) if own_start is None else Span(own_start, own_start + self.own_columns)
-        for columns in spans(y.shape[0], self.shape[1]):
-            features = y[columns.slice].to(self.dtype) * self.factor
-            for rows in self.row_spans():
-                if kept is None:
-                    shape = (rows.stop - rows.start, columns.stop - columns.start)
-                    logits = self.scratch.buffer("logits", shape) if keep is None else features.new_empty(shape)
-                    torch.mm(self.x[rows.slice].to(self.dtype), features.T, out=logits)
-                    fill_diagonals(logits, rows, columns, own, excluded, -torch.inf)
-                else:
-                    logits = next(kept)
-                if keep is not None:
-                    keep.append(logits)
-                same = None
-                if self.plan.needs_ids and self.row_ids is not None and column_ids is not None:
-                    same = self.row_ids[rows.slice].unsqueeze(1) == column_ids[columns.slice]
-                    fill_diagonals(same, rows, columns, own, excluded, False)
-                yield rows, columns, features, logits, same
-
-    def row_spans(self) -> Iterator[Span]:
-        return spans(self.x.shape[0], self.shape[0])
+        for rows, columns, features in self.spans(y):
+            if kept is None:
+                logits = self.logits(rows, features, keep=keep is not None)
+                fill_diagonals(logits, rows, columns, own, excluded, -torch.inf)
+            else:
+                logits = next(kept)
+            if keep is not None:
+                keep.append(logits)
+            same = None
+            if self.plan.needs_ids and self.row_ids is not None and column_ids is not None:
+                same = self.row_ids[rows.slice].unsqueeze(1) == column_ids[columns.slice]
+                fill_diagonals(same, rows, columns, own, excluded, False)
+            yield rows, columns, features, logits, same
 
     def empty_column_gradient(self, y: Tensor) -> Tensor:
         """Return memory for a sum over row tiles, which the first of them overwrites (beta=0); zeros if there is none."""
@@ -227,16 +244,15 @@ class TileIterator:
 
 
 @without_autocast
-def all_logits(
-    x: Tensor, y: Tensor, scale: Tensor, excluded_diagonals: tuple[int, ...], sizes: Sequence[int], group: Group
-) -> tuple[Tensor, Tensor]:
+def all_logits(x: Tensor, y: Tensor, scale: Tensor, plan: TilePlan) -> tuple[Tensor, Tensor]:
     """Return all logits of this rank's rows at once, and the mask of the pairs that take part: for second derivatives."""
+    assert plan.sizes is not None
     wide = statistics_dtype(x.device)
-    logits = scale.to(wide) * (x.to(wide) @ all_gather(y.to(wide), sizes=sizes, group=group).T)
+    logits = scale.to(wide) * (x.to(wide) @ all_gather(y.to(wide), sizes=plan.sizes, group=plan.group).T)
     takes_part = torch.ones_like(logits, dtype=torch.bool)
-    start = sum(sizes[: resolve_group(group).rank])
+    start = sum(plan.sizes[: resolve_group(plan.group).rank])
     own = Span(start, start + y.shape[0])
-    fill_diagonals(takes_part, Span(0, x.shape[0]), Span(0, sum(sizes)), own, excluded_diagonals, False)
+    fill_diagonals(takes_part, Span(0, x.shape[0]), Span(0, sum(plan.sizes)), own, plan.excluded_diagonals, False)
     return logits, takes_part
 
 

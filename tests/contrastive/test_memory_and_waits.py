@@ -1,8 +1,6 @@
-"""One rank of 4,096 on fake CUDA tensors: no data, so a read of a value or a mix of devices raises; live bytes are counted."""
+"""On fake CUDA tensors: no loss waits for the device, and memory does not grow with the number of ranks."""
 
-import weakref
 from collections.abc import Iterator
-from itertools import islice
 from unittest import mock
 
 import pytest
@@ -10,42 +8,16 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tests.contrastive.fake_cuda import LiveBytes, first_blocks, on_fake_cuda
 from unisono.collectives import count_bytes
 from unisono.contrastive import clip_loss, ntxent_loss, sigmoid_loss, supcon_loss
 from unisono.contrastive.tiled.columns import RingColumns
 from unisono.contrastive.tiled.logit_statistics import SavedForBackward, backward, forward
-from unisono.contrastive.tiled.sigmoid_sum import SumOptions, compute
+from unisono.contrastive.tiled.sigmoid_sum import compute
 from unisono.contrastive.tiled.tiles import TilePlan
 
-on_fake_cuda = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
 RANK, WIDTH = 17, 512
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes alive at once of storages made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor) and (storage := t.untyped_storage())._cdata not in self.seen:
-                size, key = storage.nbytes(), storage._cdata
-                self.seen.add(key)
-                self.now += size
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._gone, key, size)
-        return result
-
-    def _gone(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.now -= size
 
 
 @pytest.fixture
@@ -83,23 +55,15 @@ def test_no_loss_waits_for_the_device(fake_world, exchange):
 @pytest.mark.parametrize("fake_world", [24], indirect=True)
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 def test_no_backward_waits_for_the_device(fake_world, exchange):
-    """Autograd's engine wants a real GPU, so its one function that does the work is called by hand."""
+    """Autograd's engine needs a real GPU, so the test calls the function that does the work."""
     x, y, scale = features(32), features(32), torch.ones((), device="cuda")
     ids = torch.zeros(32, dtype=torch.int64, device="cuda")
-    plan, sizes = TilePlan(same_id_sums=True, exchange=exchange), (32,) * fake_world
-    found, kept = forward(x, y, scale, (ids, ids), plan, sizes, None, keep=True)
+    plan = TilePlan(same_id_sums=True, exchange=exchange, sizes=(32,) * fake_world)
+    found, kept = forward(x, y, scale, (ids, ids), plan, keep=True)
     for left in (kept, SavedForBackward([], [])):
-        grads = backward(x, y, scale, (ids, ids), found, found, left, plan, sizes, None)
+        grads = backward(x, y, scale, (ids, ids), plan, found, found, left)
         assert [grad.shape for grad in grads] == [x.shape, y.shape, ()]
         assert all(grad.device.type == "cuda" for grad in grads)
-
-
-def first_blocks(self):
-    """The first 32 steps of the ring. Each is like the one before, and a step of fake tensors takes a twentieth of a second."""
-    yield from islice(WHOLE_RING(self), 32)
-
-
-WHOLE_RING = RingColumns.__iter__
 
 
 @on_fake_cuda
@@ -107,12 +71,12 @@ WHOLE_RING = RingColumns.__iter__
 def test_the_ring_of_4096_ranks_needs_little_memory(fake_world):
     rows = 1024
     x, y, scale = features(rows), features(rows), torch.ones((), device="cuda")
-    plan, sizes = TilePlan(exchange="auto"), (rows,) * fake_world
+    plan = TilePlan(exchange="auto", sizes=(rows,) * fake_world)
     with LiveBytes() as live, count_bytes() as traffic, mock.patch.object(RingColumns, "__iter__", first_blocks):
-        found, kept = forward(x, y, scale, None, plan, sizes, None, keep=True)
+        found, kept = forward(x, y, scale, None, plan, keep=True)
         assert kept == SavedForBackward([], [])
-        backward(x, y, scale, None, found, found, kept, plan, sizes, None)
-        compute(x, y, scale, scale, None, None, SumOptions(False, plan, sizes, None), True)
+        backward(x, y, scale, None, plan, found, found, kept)
+        compute(x, y, scale, scale, None, None, False, plan, True)
     assert live.most < 0.1 * 2**30, f"{live.most / 2**20:.0f} MiB"
     block = rows * WIDTH * 4
     assert 5 * 31 * block < traffic.sent < 5.2 * 33 * block, "y three times, its gradient twice"
