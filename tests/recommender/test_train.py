@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.training.skip_plots import skip_plots
 from unisono_models.recommender.commands import evaluate, recommend
 from unisono_models.recommender.commands.evaluate import evaluate_run
-from unisono_models.recommender.export import read_export
+from unisono_models.recommender.model.export import read_export
 from unisono_models.recommender.train import main
 from unisono_models.training.distributed.launch import Ranks
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.collectives import Group, all_reduce
 from unisono.embedding import Ragged
-from unisono_models.recommender.metrics.validation import validate_on_all_ranks
+from unisono_models.training.distributed.object_collectives import validate_on_all_ranks
 
 _NAMES = ("recall", "ndcg", "hit", "precision", "mrr")
 _FRACTION_BITS = 52  # each user's values are summed as integers of so many binary places: order and split do not matter
@@ -165,7 +165,7 @@ def ranking_metrics(places: Tensor, relevant: Ragged, *, ks: Sequence[int] = (10
     """
     problem = _validation_error(places, relevant, ks)
     same = "" if problem else f"ks={tuple(ks)}, lists of {places.shape[1]} on {places.device.type}"
-    validate_on_all_ranks("ranking_metrics", problem, rows=0 if problem else len(places), same=same, group=group)
+    validate_on_all_ranks("ranking_metrics", problem, same=same, group=group)
     found, numbers = _find_relevant(places, relevant)
     found, numbers = found[numbers > 0], numbers[numbers > 0]
     values = torch.stack([value for k in ks for value in _metrics_of_users(found[:, :k], numbers)], 1)
