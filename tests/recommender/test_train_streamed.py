@@ -11,7 +11,7 @@ import torch
 from tests.recommender.test_train import largest_difference, read_losses, read_summary
 from tests.training.skip_plots import skip_plots
 from unisono_models.recommender.commands.evaluate import Options, evaluate_run
-from unisono_models.recommender.export import read_export
+from unisono_models.recommender.model.export import read_export
 from unisono_models.recommender.train import main
 from unisono_models.training.distributed.launch import Ranks
 
