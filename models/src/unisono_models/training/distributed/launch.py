@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
+from unisono.collectives.sizes import even_sizes
 from unisono_models.training.distributed.rendezvous import wait_for_ranks
 
 _MIN_START_TIMEOUT = 300.0  # seconds for all ranks to start: a cold file system delays some of them
@@ -49,9 +50,22 @@ def shard_range(count: int, rank: int, world_size: int) -> range:
         >>> [shard_range(10, rank, 4) for rank in range(4)]
         [range(0, 3), range(3, 6), range(6, 8), range(8, 10)]
     """
-    each, more = divmod(count, world_size)
-    first = rank * each + min(rank, more)
-    return range(first, first + each + (rank < more))
+    sizes = even_sizes(count, world_size)
+    first = sum(sizes[:rank])
+    return range(first, first + sizes[rank])
+
+
+def shard_chunks(count: int, rank: int, world_size: int, rows: int) -> list[range]:
+    """Split the share of `rank` into chunks of at most `rows` rows: as many chunks on every rank, some perhaps empty.
+
+    Example:
+        >>> shard_chunks(10, 1, 2, 3), shard_chunks(1, 1, 2, 3)
+        ([range(5, 8), range(8, 10)], [range(1, 1)])
+    """
+    share = shard_range(count, rank, world_size)
+    largest_share = -(-count // world_size)
+    chunks = max(1, -(-largest_share // rows))
+    return [share[place.start : place.stop] for place in (shard_range(len(share), chunk, chunks) for chunk in range(chunks))]
 
 
 @contextmanager
