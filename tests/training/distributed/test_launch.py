@@ -9,13 +9,13 @@ from unisono_models.training.distributed.launch import Ranks, shard_chunks, shar
 
 def test_without_torchrun_there_is_one_rank_and_no_group():
     with start_ranks() as ranks:
-        assert (ranks.rank, ranks.size, ranks.local_rank, ranks.first) == (0, 1, 0, True)
+        assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.first) == (0, 1, 0, True)
         assert not dist.is_initialized()
 
 
 def in_a_group_that_exists():
     with start_ranks() as ranks:
-        assert (ranks.rank, ranks.size) == (dist.get_rank(), dist.get_world_size())
+        assert (ranks.rank, ranks.world_size) == (dist.get_rank(), dist.get_world_size())
         assert ranks.first == (ranks.rank == 0)
     assert dist.is_initialized()  # it is not ours to end
     with pytest.raises(ValueError, match="as it is"), start_ranks():

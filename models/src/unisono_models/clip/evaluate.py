@@ -59,7 +59,7 @@ class Encoder:
 
     def _split(self, count: int) -> list[range]:
         """Split this rank's share into the same number of parts on every rank: a sharded model communicates in a forward."""
-        return shard_chunks(count, self.ranks.rank, self.ranks.size, self.rows)
+        return shard_chunks(count, self.ranks.rank, self.ranks.world_size, self.rows)
 
     def _encode_images(self, images: Tensor) -> Tensor:
         return self._encode("images", images.to(self.ranks.device, self.dtype) / 255)
@@ -117,7 +117,7 @@ def pixel_baseline(tests: Mapping[str, RetrievalTest], ranks: Ranks, *, size: in
     for name, test in tests.items():
         if test.queries is None:
             continue
-        mine = shard_range(len(test.pairs), ranks.rank, ranks.size)
+        mine = shard_range(len(test.pairs), ranks.rank, ranks.world_size)
         batches = [pairs.read(mine, size) for pairs in (test.queries, test.pairs)]
         small = (F.adaptive_avg_pool2d(batch.images.float(), min(size, 32)) for batch in batches)
         queries, images = (_correlation_features(x.flatten(1)) for x in small)

@@ -170,7 +170,7 @@ def encode_captions(
     distinct = sorted(set(captions), key=lambda text: (len(text), text))  # similar lengths need little padding
     starts = range(0, len(distinct), _CAPTIONS_PER_FORWARD)
     groups = [distinct[start : start + _CAPTIONS_PER_FORWARD] for start in starts]
-    share = shard_range(len(groups), ranks.rank, ranks.size)
+    share = shard_range(len(groups), ranks.rank, ranks.world_size)
     aloud = ranks.first and len(share) >= _SHOW_PROGRESS_FROM
     with raise_together("encode_captions"):
         encoded = []

@@ -100,7 +100,7 @@ def read_folder(
         captions = read_captions(root, listing.metadata_folders)
     check_same_files([root / name for name in listing.names], source=str(root), what="read_folder")
     total = len(listing.names)
-    share = shard_range(total, ranks.rank, ranks.size)
+    share = shard_range(total, ranks.rank, ranks.world_size)
     skipped = SkipReport(what="images", place="file")
     with raise_together("read_folder"):
         decoded, decoded_indices, broken = _read_files(root, listing.names, share, size, colour, beat, ranks.first)

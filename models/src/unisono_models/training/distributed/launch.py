@@ -26,10 +26,10 @@ _EXIT_SECONDS = 10  # after which a rank that has failed is killed if it has not
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all ranks: its `rank` of `size`, its `local_rank` on its host, and its device."""
+    """This process among all ranks: its `rank` of `world_size`, its `local_rank` on its host, and its device."""
 
     rank: int
-    size: int
+    world_size: int
     local_rank: int
     device: torch.device
 
@@ -40,7 +40,7 @@ class Ranks:
 
     def shard(self, count: int) -> range:
         """The rows of `count` that belong to this rank: see `shard_range`."""
-        return shard_range(count, self.rank, self.size)
+        return shard_range(count, self.rank, self.world_size)
 
 
 def shard_range(count: int, rank: int, world_size: int) -> range:

@@ -138,7 +138,7 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
             for name in ("plots", "samples", "checkpoints", "export"):
                 (path / name).mkdir(exist_ok=True)
             starts = read_provenance(path)["starts"] if resumes else []
-            starts.append(describe_start(world_size=ranks.size, hosts=hosts))
+            starts.append(describe_start(world_size=ranks.world_size, hosts=hosts))
             atomic_write(path / "provenance.json", _pretty({"seed": config.run.seed, "starts": starts}))
     path, resumes = broadcast_object([str(path), resumes])
     return RunDirectory(Path(path), resumes, ranks.first, lock)
