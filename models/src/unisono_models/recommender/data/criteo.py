@@ -158,8 +158,6 @@ def index_lines(paths: Sequence[Path], *, lines_per_chunk: int = 512) -> LineInd
     needs to know what another has counted. The chunks do not depend on the number of ranks. The last line of a file may lack
     its newline; an empty file has no lines. Memory: 16 bytes for each chunk.
 
-    Args:
-        ranks: None: the ranks of the default process group, or one.
     Raises: ValueError for compressed files, or if ranks see different files. RanksError on all ranks if one cannot read.
 
     Example:
