@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unisono_models.training.distributed.launch import Ranks, shard_chunks, shard_range, start_ranks
+from unisono_models.training.distributed.launch import shard_chunks, shard_range, start_ranks
 
 
 def test_without_torchrun_there_is_one_rank_and_no_group():
@@ -35,4 +35,3 @@ def test_shares_of_rows_are_those_of_tensor_split(count, world_size):
         chunks = [shard_chunks(count, rank, world_size, rows) for rank in range(world_size)]
         assert len({len(parts) for parts in chunks}) == 1 and max(len(part) for parts in chunks for part in parts) <= rows
         assert [[row for part in parts for row in part] for parts in chunks] == expected
-    assert list(Ranks(0, world_size, 0, torch.device("cpu")).shard(count)) == expected[0]

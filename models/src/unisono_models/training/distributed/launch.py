@@ -43,13 +43,9 @@ class Ranks:
         """The old name of `world_size`."""
         return self.world_size
 
-    def shard(self, count: int) -> range:
-        """The rows of `count` that belong to this rank: see `shard_range`."""
-        return shard_range(count, self.rank, self.world_size)
-
 
 def shard_range(count: int, rank: int, world_size: int) -> range:
-    """The rows of `count` that belong to `rank`, as torch.tensor_split divides them: contiguous, as even as it goes.
+    """Return the rows of `count` that belong to `rank`: contiguous, as even as possible, as torch.tensor_split divides them.
 
     Example:
         >>> [shard_range(10, rank, 4) for rank in range(4)]
