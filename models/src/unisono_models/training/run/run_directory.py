@@ -127,7 +127,8 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
         checkpoints = Checkpoints(run.checkpoints)
     """
     hosts = all_gather_object(platform.node())
-    path, resumes, lock = Path(), False, None
+    path, resumes = Path(), False
+    lock = None
     with raise_together("open_run"):
         if ranks.first:
             saved = {"model": model, "recipe": recipe, "config": config_to_json(config)}
