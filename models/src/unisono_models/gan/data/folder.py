@@ -113,7 +113,7 @@ def read_folder(
     try:
         skipped.check(max_broken, at_least=1)
     except ValueError as error:
-        raise ValueError(f"data.source={root}: {error} (--data.max-broken)") from None
+        raise ValueError(f"data.source={root}: {error}") from None
     kept = indices.tolist()
     labels, classes = _number_classes([listing.classes[index] for index in kept])
     if lost := sorted({name for name in listing.classes if name is not None} - set(classes)):
