@@ -18,7 +18,7 @@ from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.recommender.config import Config, DataConfig, ModelConfig
 from unisono_models.recommender.data.ratings import Ratings, read_titles
 from unisono_models.recommender.evaluate import Evaluator
-from unisono_models.recommender.export import full_weights, write_export
+from unisono_models.recommender.model.export import full_weights, write_export
 from unisono_models.recommender.model.heads import HEADS
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.run.plots import COLOURS, INKS

@@ -43,6 +43,10 @@ class Ranks:
         """The old name of `world_size`."""
         return self.world_size
 
+    def shard(self, count: int) -> range:
+        """Return the rows of `count` that belong to this rank: see `shard_range`."""
+        return shard_range(count, self.rank, self.world_size)
+
 
 def shard_range(count: int, rank: int, world_size: int) -> range:
     """Return the rows of `count` that belong to `rank`: contiguous, as even as possible, as torch.tensor_split divides them.
