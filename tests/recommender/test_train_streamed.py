@@ -95,7 +95,11 @@ def test_bad_lines_stop_a_run_on_all_ranks(ranks, days, tmp_path):
     found = ranks(
         train_and_catch, tmp_path / "run", days, "--data.max-broken", "0.001", "--run.log-every", "2", world_size=2, timeout=60
     )
-    assert found[0] == found[1] and "wrong number of columns" in found[0] and "This is more than the 0.001" in found[0]
+    assert (
+        found[0] == found[1]
+        and "wrong number of columns" in found[0]
+        and "This is more than the allowed fraction of 0.001" in found[0]
+    )
 
 
 def test_test_files_without_labels_raise(days, tmp_path):

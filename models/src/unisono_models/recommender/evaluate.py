@@ -51,7 +51,7 @@ class Evaluator:
     def _predict(self, dataset: RowDataset, split: Split) -> dict[str, float]:
         logits, labels = [], []
         skipped = SkipReport(what=f"rows of {split}", place="line")
-        for batch in dataset.scan(self.ranks.rank, self.ranks.size, self.rows):
+        for batch in dataset.scan(self.ranks.rank, self.ranks.world_size, self.rows):
             skipped.add(batch)
             batch = batch.to(self.ranks.device, self.dtype)
             logits.append(self.module.model(batch))
@@ -74,7 +74,7 @@ class Evaluator:
         users = relevant.lengths().nonzero().squeeze(1)
         users = users[users > UNKNOWN]
         top, right = [], []
-        for share in split_for_rank(len(users), self.ranks.rank, self.ranks.size, self.rows):
+        for share in split_for_rank(len(users), self.ranks.rank, self.ranks.world_size, self.rows):
             mine = users[share]
             queries = model.encode_users(ratings.join(mine, mine.new_zeros(len(mine))).to(self.ranks.device).ids)
             known = move_ids(_item_indices(seen, mine, items), self.ranks.device)
@@ -87,7 +87,7 @@ class Evaluator:
     def _encode_items(self, model: TwoTower, ratings: Ratings, items: Tensor) -> Tensor:
         """The vectors of all items, on every rank. Each rank encodes a share."""
         vectors = []
-        for share in split_for_rank(len(items), self.ranks.rank, self.ranks.size, self.rows):
+        for share in split_for_rank(len(items), self.ranks.rank, self.ranks.world_size, self.rows):
             mine = items[share]
             vectors.append(model.encode_items(ratings.join(mine.new_zeros(len(mine)), mine).to(self.ranks.device).ids))
             self._beat()

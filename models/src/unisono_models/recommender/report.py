@@ -95,8 +95,8 @@ def _introduction(config: Config, evaluator: Evaluator) -> str:
     return (
         f"A model of kind {model.kind}, with embeddings of {model.dim}, was trained on {datasets.train.rows:,} rows, in "
         f"{config.run.steps:,} steps of {config.data.batch:,}, and tested on {datasets.test.rows:,}. Its features are "
-        f"{features}.\n\nIts tables are sharded over {evaluator.ranks.size} ranks. The test was taken once, after the last "
-        "step, and nothing was chosen by it."
+        f"{features}.\n\nIts tables are sharded over {evaluator.ranks.world_size} ranks. The test was taken once, after the "
+        "last step, and nothing was chosen by it."
     )
 
 

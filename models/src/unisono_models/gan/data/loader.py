@@ -50,7 +50,7 @@ class BatchLoader:
         """Return this rank's rows of `step`."""
         device = self.ranks.device
         batch_indices = self.sampler.at(step)
-        slices = batch_indices.tensor_split(self.ranks.size)
+        slices = batch_indices.tensor_split(self.ranks.world_size)
         sizes = tuple(len(rows) for rows in slices)
         indices = slices[self.ranks.rank]
         first = sum(sizes[: self.ranks.rank])

@@ -186,7 +186,7 @@ def _build_streaming(config: DataConfig, files: DatasetFiles, features: Sequence
     with raise_together("build_datasets"):
         train_set, valid_set, test_set = build(chunks, train), build(chunks, valid), build(test_chunks, test)
         mapped = config.ids == "mapped"
-        sample = None if mapped else replace(train_set.batch(0, ranks.rank, ranks.size), skipped=())
+        sample = None if mapped else replace(train_set.batch(0, ranks.rank, ranks.world_size), skipped=())
     notes = dict.fromkeys(note for x in (chunks, test_chunks) for note in getattr(x, "notes", ()))
     return Datasets(features, train_set, valid_set, test_set, mapped=mapped, sample=sample, notes=(*files.notes, *notes))
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from unisono.collectives import Group, broadcast
 from unisono.collectives.checks import validate_across_ranks
 from unisono.collectives.groups import as_group, process_group, resolve_group, small_message_device
-from unisono.embedding.hashing import derive_seed
+from unisono.embedding.hashing import mix_seed
 from unisono.embedding.optimizers import FusedOptimizer, Rule, make_states, state_dtype
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.sharding.layouts import Layout
@@ -212,7 +212,7 @@ class ShardStorage:
         for module in self.modules:
             name_hash = int.from_bytes(hashlib.blake2b(module.table.name.encode(), digest_size=7).digest(), "little")
             if not module.local.is_meta and module.local.numel():
-                draw_weights(module.table, module.box, module.local, seed=derive_seed(seed, name_hash))
+                draw_weights(module.table, module.box, module.local, seed=mix_seed(seed, name_hash))
         self.steps.zero_()
         for shard in self.shards:
             if shard is not None and self.rule is not None and len(shard.weight) and not shard.weight.is_meta:
