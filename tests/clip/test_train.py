@@ -41,7 +41,7 @@ def train(directory, *args, recipe="tiny"):
         train_with_report(directory, *args, recipe=recipe)
 
 
-build_emoji = EmojiDataset.build
+build_emoji = EmojiDataset.build_datasets
 
 
 def build_fewer(*args, **options):
@@ -57,7 +57,7 @@ def build_fewer(*args, **options):
 
 def train_default(directory, *args):
     """The default recipe, whose features are cached before training, with few pixels, pairs and steps."""
-    with mock.patch.object(EmojiDataset, "build", build_fewer):
+    with mock.patch.object(EmojiDataset, "build_datasets", build_fewer):
         train(directory, *FEW_PIXELS, *args, recipe="emoji")
 
 
