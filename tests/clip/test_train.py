@@ -265,7 +265,7 @@ def test_bfloat16_comes_close(run, plain):
 
 
 def train_compiled(directory, *args):
-    """With graphs that are taken as they are: their compilation is tested elsewhere, and takes minutes."""
+    """With the eager backend: test_loss.py tests real compilation, which takes minutes."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.compiler.set_default_backend("eager")
@@ -329,7 +329,7 @@ def test_checkpoint_of_fsdp_goes_on_with_ddp(run, plain):
 
 
 def test_stopped_run_of_three_ranks_goes_on_with_the_same_bits(run):
-    """With two ranks sums have one order only. With three it depends on the buckets, which DDP arranges in its first step."""
+    """The order of a sum over two ranks is fixed. Over three it depends on the buckets that DDP arranges in its first step."""
     unbroken, stopped = run(*SHORT, world=3), run("--run.stop-after", "2", world=3)
     run(*SHORT, directory=stopped, world=3)
     assert losses(stopped) == losses(unbroken)
