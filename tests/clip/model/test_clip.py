@@ -170,7 +170,7 @@ def test_files_can_be_read_by_whom_the_umask_lets(tmp_path):
 
 
 def test_text_model_in_half_precision_is_kept_as_trained(tmp_path):
-    """The config of the text model says bfloat16, the dtype of its first weights. What is trained in float32 must not be rounded."""
+    """The config of the text model says bfloat16, the dtype of its first weights. Trained weights must not be rounded."""
     torch.manual_seed(0)
     theirs = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(**BERT, vocab_size=60))
     theirs.bfloat16().save_pretrained(tmp_path / "half")
