@@ -306,7 +306,7 @@ def train_with_scores(directory, *args):
         train_with_report(directory, *args)
 
 
-def test_evaluations_disturb_nothing_and_the_best_checkpoint_is_index_file(run, plain):
+def test_evaluations_disturb_nothing_and_the_best_checkpoint_is_kept(run, plain):
     scored = run("--run.evaluate-every", "1", "--checkpoint.keep", "1", body=train_with_scores)
     assert losses(scored) == losses(plain)
     lines = [json.loads(line) for line in (scored / "metrics.jsonl").read_text().splitlines()]
