@@ -144,7 +144,7 @@ def test_sharded_model_trains_in_the_memory_of_one_device():
     with one_of(config.data.batch // ROWS, "cpu") as ranks:
         model = parallelize(module, replace(config.parallel, compile=False), ranks)
         mesh = next(model.parameters()).device_mesh
-        assert mesh.shape == (ranks.size // HOST, HOST) and mesh.mesh_dim_names == ("replicate", "shard")
+        assert mesh.shape == (ranks.world_size // HOST, HOST) and mesh.mesh_dim_names == ("replicate", "shard")
         assert sum(parameter.to_local().numel() for parameter in model.parameters()) == pytest.approx(total / HOST, rel=0.01)
         with without_data():
             model.to_empty(device="cpu")

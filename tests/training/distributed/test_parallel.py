@@ -222,7 +222,7 @@ def losses_of(kind, precision, micro_batch):
         config = ParallelConfig(kind=kind, precision=precision)
         learner = small_training_module(ObjectiveConfig(micro_batch=micro_batch)).to(parameter_dtype(config))
         whole = small_batch(learner, slice(0, 7))
-        rows = torch.arange(7).tensor_split(ranks.size)[ranks.rank]
+        rows = torch.arange(7).tensor_split(ranks.world_size)[ranks.rank]
         batch = {k: v[rows] if isinstance(v, torch.Tensor) else v for k, v in whole.items()}
         batch["images"] = batch["images"].float()
         model = parallelize(learner, config, ranks)

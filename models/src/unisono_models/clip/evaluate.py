@@ -13,7 +13,7 @@ from unisono.collectives import all_gather, global_mean
 from unisono.contrastive import retrieval_metrics
 from unisono_models.clip.data.dataset import RetrievalTest
 from unisono_models.clip.data.pairs import Pairs
-from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.launch import Ranks, shard_chunks, shard_range
 from unisono_models.training.distributed.watchdog import Watchdog
 
 TEMPLATES = ("{}", "an emoji of {}", "a drawing of {}", "something of the kind {}")
@@ -61,11 +61,9 @@ class Encoder:
         parts = [self.prepare_text([captions[i] for i in indices]) for indices in self._split(len(captions))]
         return all_gather(torch.cat([self._encode("text", part) for part in parts]))
 
-    def _split(self, count: int) -> list[list[int]]:
+    def _split(self, count: int) -> list[range]:
         """Split this rank's share into the same number of parts on every rank: a sharded model communicates in a forward."""
-        mine = torch.arange(count).tensor_split(self.ranks.size)[self.ranks.rank]
-        largest_share = -(-count // self.ranks.size)
-        return [part.tolist() for part in mine.tensor_split(max(1, -(-largest_share // self.rows)))]
+        return shard_chunks(count, self.ranks.rank, self.ranks.world_size, self.rows)
 
     def _to_floats(self, images: Tensor) -> Tensor:
         return images.to(self.ranks.device, self.dtype) / 255
@@ -122,7 +120,7 @@ def pixel_baseline(tests: Mapping[str, RetrievalTest], ranks: Ranks, *, size: in
     for name, test in tests.items():
         if test.queries is None:
             continue
-        mine = torch.arange(len(test.pairs)).tensor_split(ranks.size)[ranks.rank].tolist()
+        mine = shard_range(len(test.pairs), ranks.rank, ranks.world_size)
         batches = [pairs.read(mine, size) for pairs in (test.queries, test.pairs)]
         small = (F.adaptive_avg_pool2d(batch.images.float(), min(size, 32)) for batch in batches)
         queries, images = (_correlation_features(x.flatten(1)) for x in small)

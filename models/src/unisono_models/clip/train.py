@@ -61,13 +61,13 @@ def train(config: Config, session: Session) -> None:
         skipped = SkipReport(before=loop.state.get("skipped"))
         batches = load_steps(
             train_pairs,
-            lambda step: sampler.share(step, ranks.rank, ranks.size).tolist(),
+            lambda step: sampler.share(step, ranks.rank, ranks.world_size).tolist(),
             size,
             first=loop.first_step,
             last=loop.last_step,
             workers=config.data.workers,
         )
-        count = f"{len(train_pairs):,} pairs, {loop.steps:,} steps of {sampler.batch} on {ranks.size} ranks"
+        count = f"{len(train_pairs):,} pairs, {loop.steps:,} steps of {sampler.batch} on {ranks.world_size} ranks"
         loop.say(f"{session.directory.path}: {count}")
         for step in loop:
             pairs = next(batches)

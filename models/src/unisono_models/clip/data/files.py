@@ -21,7 +21,7 @@ from unisono_models.clip.data.parquet_pairs import ParquetPairs
 from unisono_models.clip.data.tar_pairs import open_tars
 from unisono_models.datasets import file_patterns
 from unisono_models.datasets.file_patterns import Spec, check_same_files
-from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.launch import Ranks, shard_range
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.randomness import uniform
 
@@ -125,13 +125,13 @@ def split_pairs(pairs: CaptionedPairs, fraction: float, seed: int) -> tuple[Subs
     if not 0 < fraction < 1:
         raise ValueError(f"split_pairs: fraction={fraction} must be between 0 and 1")
     ranks = resolve_group(None)
-    first, last = (len(pairs) * r // ranks.size for r in (ranks.rank, ranks.rank + 1))
-    held_out = torch.empty(last - first, dtype=torch.uint8)
+    share = shard_range(len(pairs), ranks.rank, ranks.size)
+    held_out = torch.empty(len(share), dtype=torch.uint8)
     with raise_together("split_pairs: reading the captions"):
-        for start in range(first, last, _CHUNK):
-            stop = min(start + _CHUNK, last)
+        for start in share[::_CHUNK]:
+            stop = min(start + _CHUNK, share.stop)
             concepts = torch.from_numpy(pairs.concepts(range(start, stop)))
-            held_out[start - first : stop - first] = uniform(seed, "split", 0, concepts) < fraction
+            held_out[start - share.start : stop - share.start] = uniform(seed, "split", 0, concepts) < fraction
     all_held_out = all_gather(held_out).numpy().astype(bool)
     parts = SubsetPairs(pairs, np.flatnonzero(~all_held_out)), SubsetPairs(pairs, np.flatnonzero(all_held_out))
     if not all(map(len, parts)):

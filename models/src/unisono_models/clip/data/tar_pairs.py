@@ -12,7 +12,6 @@ import os
 import re
 import socket
 import tarfile
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,8 @@ from unisono_models.clip.data.pairs import (
 )
 from unisono_models.datasets.images import MAX_BYTES
 from unisono_models.datasets.skip_report import SkippedSample
+from unisono_models.training.checkpoint.atomic_file import atomic_path
+from unisono_models.training.distributed.launch import shard_range
 from unisono_models.training.distributed.object_collectives import all_gather_object, raise_together
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp")
@@ -111,18 +112,11 @@ def fingerprint(paths: list[Path], fields: TextFields) -> str:
 
 def save_index(path: Path, rows: torch.Tensor, starts: torch.Tensor, notes: list[str]) -> bool:
     """Write the index atomically. Returns False if it cannot be written: training goes on with a full or read-only disk."""
-    temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tar-")
-        os.close(handle)
-        save_file({"rows": rows.contiguous(), "starts": starts}, temporary, {"notes": json.dumps(notes)})
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with atomic_path(path) as temporary:
+            save_file({"rows": rows.contiguous(), "starts": starts}, temporary, {"notes": json.dumps(notes)})
     except (OSError, SafetensorError):
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         return False
     return True
 
@@ -351,10 +345,11 @@ def open_tars(
         index_file = folder / f"tars-{fingerprint(list(paths), fields)}.safetensors"
         index = load_index(index_file)
     if not all(all_gather_object(index is not None)):
-        first, last = (len(paths) * r // ranks.size for r in (ranks.rank, ranks.rank + 1))
+        share = shard_range(len(paths), ranks.rank, ranks.size)
+        own_paths = paths[share.start : share.stop]
         with raise_together("open_tars: indexing"):
-            mine = [index_cached(path, fields, folder) for path in paths[first:last]]
-        gathered = _gather(mine, [path.name for path in paths[first:last]])
+            mine = [index_cached(path, fields, folder) for path in own_paths]
+        gathered = _gather(mine, [path.name for path in own_paths])
         places = all_gather_object([socket.gethostname(), str(index_file)])
         with raise_together("open_tars: writing the index"):
             if places.index(places[ranks.rank]) == ranks.rank:  # the first rank of its host

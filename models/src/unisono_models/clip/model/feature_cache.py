@@ -109,7 +109,7 @@ def _encode_on_all_ranks(
     watchdog: Watchdog,
 ) -> tuple[Tensor, Tensor]:
     """Call `encode` for each of `parts` parts on some rank; gather the features and keys it returns, in the order of parts."""
-    mine = range(ranks.rank, parts, ranks.size)
+    mine = range(ranks.rank, parts, ranks.world_size)
     with raise_together(f"features of {what}"):
         encoded = []
         for part in show_progress(mine, f"features of {what}, {ROWS} at a time", aloud=ranks.first):

@@ -21,9 +21,8 @@ from unisono.collectives.groups import resolve_group
 from unisono_models.datasets.file_patterns import PACKED, check_same_files
 from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.batch import Batch, Ids
-from unisono_models.recommender.data.chunks import rank_range
 from unisono_models.recommender.data.features import Feature
-from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.launch import Ranks, shard_range
 from unisono_models.training.distributed.object_collectives import raise_together
 
 INTEGER_COLUMNS = tuple(f"I{number}" for number in range(1, 14))
@@ -189,8 +188,8 @@ def index_lines(paths: Sequence[Path], *, lines_per_chunk: int = 512, ranks: Ran
             for file, size in enumerate(sizes)
             for start in range(0, size, _SEGMENT_BYTES)
         ]
-        first, last = rank_range(len(segments), me.rank, me.size)
-        mine = [_find_chunks(paths[file], start, stop, lines_per_chunk) for file, start, stop in segments[first:last]]
+        my_segments = [segments[number] for number in shard_range(len(segments), me.rank, me.size)]
+        mine = [_find_chunks(paths[file], start, stop, lines_per_chunk) for file, start, stop in my_segments]
     chunks = all_gather(torch.cat([torch.empty((0, 2), dtype=torch.int64), *map(torch.from_numpy, mine)]))
     counts = all_gather(torch.tensor([len(found) for found in mine], dtype=torch.int64))
     file_of_segment = torch.tensor([file for file, _, _ in segments], dtype=torch.int64)

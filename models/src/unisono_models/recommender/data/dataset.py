@@ -25,7 +25,7 @@ from unisono_models.recommender.data.files import SUFFIXES, DatasetFiles, find_d
 from unisono_models.recommender.data.parquet import ParquetChunks
 from unisono_models.recommender.data.ratings import Ratings, Vocabulary, find_atomic_files, in_intervals, read_ratings
 from unisono_models.recommender.data.splits import split_chunks, split_groups, split_rows, validate_parts
-from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.launch import Ranks, shard_range
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.sampler import StepSampler
 
@@ -157,7 +157,8 @@ def _build_in_memory(
         else:
             splits = split_groups(ratings.users, config.parts, seed=config.split_seed)
         train, valid, test = (InMemoryDataset(ratings, rows, batch=config.batch, seed=seed) for rows in splits)
-    sample = ratings.batch(torch.arange(min(len(ratings), config.batch)).tensor_split(ranks.size)[ranks.rank])
+    share = ranks.shard(min(len(ratings), config.batch))
+    sample = ratings.batch(torch.arange(share.start, share.stop))
     return Datasets(ratings.features, train, valid, test, ratings=ratings, sample=sample, notes=files.notes)
 
 
@@ -185,7 +186,7 @@ def _build_streaming(config: DataConfig, files: DatasetFiles, features: Sequence
     with raise_together("build_datasets"):
         train_set, valid_set, test_set = build(chunks, train), build(chunks, valid), build(test_chunks, test)
         mapped = config.ids == "mapped"
-        sample = None if mapped else replace(train_set.batch(0, ranks.rank, ranks.size), skipped=())
+        sample = None if mapped else replace(train_set.batch(0, ranks.rank, ranks.world_size), skipped=())
     notes = dict.fromkeys(note for x in (chunks, test_chunks) for note in getattr(x, "notes", ()))
     return Datasets(features, train_set, valid_set, test_set, mapped=mapped, sample=sample, notes=(*files.notes, *notes))
 
@@ -210,9 +211,10 @@ def split_for_rank(count: int, rank: int, world_size: int, rows: int) -> list[Te
         >>> [len(piece) for piece in split_for_rank(10, 1, 2, 3)], [len(piece) for piece in split_for_rank(1, 1, 2, 3)]
         ([3, 2], [0])
     """
-    mine = torch.arange(count).tensor_split(world_size)[rank]
-    longest = math.ceil(count / world_size)
-    return list(mine.tensor_split(max(1, math.ceil(longest / rows))))
+    share = shard_range(count, rank, world_size)
+    longest_share = len(shard_range(count, 0, world_size))
+    pieces = max(1, math.ceil(longest_share / rows))
+    return list(torch.arange(share.start, share.stop).tensor_split(pieces))
 
 
 def prefetch(read: Callable[[int], Item], first: int, last: int) -> Iterator[tuple[Item, Item | None]]:
