@@ -133,7 +133,9 @@ class Contrastive(Benchmark):
         sections = []
         for family in PEERS:
             rows = [m for m in results.measurements if m.contender == LIMIT or CONTENDERS[m.contender].family == family]
-            sections.append(Section(f"{family} losses", columns, rows, label=lambda m: f"{m.case}: {m.contender}"))
+            sections.append(
+                Section(f"{family[0].upper()}{family[1:]} losses", columns, rows, label=lambda m: f"{m.case}: {m.contender}")
+            )
         return sections
 
     def targets(self, results: Results) -> list[Target]:

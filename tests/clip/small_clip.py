@@ -4,7 +4,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from unisono_models.clip.config import ClipConfig, ImageConfig, ObjectiveConfig, TextConfig
-from unisono_models.clip.loss import Learner
+from unisono_models.clip.loss import ClipTrainingModule
 from unisono_models.clip.model import Clip
 from unisono_models.clip.model.tokenizer import CaptionTokenizer
 from unisono_models.training.randomness import SampleDropout
@@ -19,7 +19,7 @@ def small_config(**text) -> ClipConfig:
 
 
 def small_tokenizer() -> CaptionTokenizer:
-    """Of whole words, always the same: training one gives another each time."""
+    """A tokenizer of whole words that is always the same."""
     words = ["[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted({word for text in CAPTIONS for word in text.split()})]
     tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -29,23 +29,23 @@ def small_tokenizer() -> CaptionTokenizer:
     return CaptionTokenizer(tokenizer, tokens=16)
 
 
-def small_learner(objective: ObjectiveConfig, **text) -> Learner:
+def small_training_module(objective: ObjectiveConfig, **text) -> ClipTrainingModule:
     torch.manual_seed(0)
     config = small_config(**text)
-    learner = Learner(Clip(config, small_tokenizer()), objective).double()
-    assert sum(isinstance(layer, SampleDropout) for layer in learner.modules()) >= 4
-    return learner
+    module = ClipTrainingModule(Clip(config, small_tokenizer()), objective).double()
+    assert sum(isinstance(layer, SampleDropout) for layer in module.modules()) >= 4
+    return module
 
 
-def small_batch(learner: Learner, rows: slice, *, step: int = 0) -> dict:
-    """Some rows of a global batch of seven, as the loop makes it. Two of them are of one concept."""
+def small_batch(module: ClipTrainingModule, rows: slice, *, step: int = 0) -> dict:
+    """Some rows of a global batch of seven, as BatchMaker makes it. Two of them have the same concept."""
     random = torch.Generator().manual_seed(1)
     images, views = torch.rand(2, 7, 3, 16, 16, generator=random, dtype=torch.float64)
     concepts, index = torch.tensor([3, 1, 2, 5, 3, 4, 9]), torch.tensor([40, 2, 31, 7, 11, 8, 5])
-    text = learner.clip.tokenizer(CAPTIONS[rows])
-    if learner.clip.config.text.frozen:
+    text = module.clip.tokenizer(CAPTIONS[rows])
+    if module.clip.config.text.frozen:
         with torch.no_grad():
-            text = learner.clip.text.encode(text)
+            text = module.clip.text.encode(text)
     return {
         "images": images[rows],
         "views": views[rows],

@@ -1,4 +1,4 @@
-"""Groups of parameters and the learning rate: which learn how fast, which decay, and when; whatever the ranks."""
+"""The parameter groups and the learning rate: which parameters decay and how fast they learn, on any number of ranks."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.clip.small_clip import BERT, small_learner
+from tests.clip.small_clip import BERT, small_training_module
 from unisono_models.clip.config import ImageConfig, ObjectiveConfig, OptimizerConfig, TextConfig
 from unisono_models.clip.model.towers import ImageTower, TextTower
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
@@ -19,7 +19,7 @@ CONFIG = OptimizerConfig(lr=0.01, weight_decay=0.2, layer_decay=0.5)
 
 
 def settings_of(model, config=CONFIG):
-    """By name, each parameter's factor of the learning rate and its weight decay."""
+    """By name, the factor of the learning rate and the weight decay of each parameter."""
     groups = make_optimizer(model, config).param_groups
     found = {id(p): (group["scale"], group["weight_decay"]) for group in groups for p in group["params"]}
     assert len(found) == sum(len(group["params"]) for group in groups)  # none is in two
@@ -29,7 +29,7 @@ def settings_of(model, config=CONFIG):
 
 
 def depth_of(name, layers, places):
-    """How many layers are above a parameter, by names that say it: `places` gives the layer of a prefix, -1 for the stem."""
+    """The number of layers above a parameter by its name: `places` gives the layer of a prefix, -1 for the stem."""
     for prefix, place in places.items():
         if name.startswith(prefix):
             return layers - place
@@ -41,7 +41,7 @@ def layers_below(prefix, count):
 
 
 class Towers(nn.Module):
-    """Stands for the learner, for towers of other kinds."""
+    """A module with towers of other kinds."""
 
     def __init__(self, image=None, text=None):
         super().__init__()
@@ -50,9 +50,9 @@ class Towers(nn.Module):
 
 
 def test_vectors_and_scalars_do_not_decay():
-    learner = small_learner(ObjectiveConfig(loss="sigmoid"))
-    found = settings_of(learner, OptimizerConfig(weight_decay=0.2))
-    shapes = {name: tuple(p.shape) for name, p in learner.named_parameters()}
+    module = small_training_module(ObjectiveConfig(loss="sigmoid"))
+    found = settings_of(module, OptimizerConfig(weight_decay=0.2))
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     assert found.keys() == shapes.keys()
     for name, (scale, decay) in found.items():
         assert scale == 1 and decay == (0.2 if len(shapes[name]) > 1 else 0.0), name
@@ -61,20 +61,20 @@ def test_vectors_and_scalars_do_not_decay():
 
 
 def test_layers_of_a_vit_and_a_bert_learn_by_their_depth():
-    learner = small_learner(ObjectiveConfig())
-    blocks, layers = len(learner.clip.image.trunk.blocks), len(learner.clip.text.trunk.encoder.layer)
+    module = small_training_module(ObjectiveConfig())
+    blocks, layers = len(module.clip.image.trunk.blocks), len(module.clip.text.trunk.encoder.layer)
     assert (blocks, layers) == (6, 2)
     image = {"cls_token": -1, "pos_embed": -1, "patch_embed.": -1, "norm.": blocks, "fc_norm.": blocks}
     text = {"embeddings.": -1} | layers_below("encoder.layer", layers)
-    for name, (scale, _) in settings_of(learner).items():
+    for name, (scale, _) in settings_of(module).items():
         tower, _, inner = name.removeprefix("clip.").partition(".trunk.")
         depth = 0  # of heads and losses: the full rate
         if inner:
             places = image | layers_below("blocks", blocks) if tower == "image" else text
             depth = depth_of(inner, blocks if tower == "image" else layers, places)
         assert scale == 0.5**depth, name
-    assert settings_of(learner)["clip.text.trunk.embeddings.word_embeddings.weight"][0] == 0.125
-    assert settings_of(learner)["clip.image.trunk.cls_token"][0] == 0.5**7
+    assert settings_of(module)["clip.text.trunk.embeddings.word_embeddings.weight"][0] == 0.125
+    assert settings_of(module)["clip.image.trunk.cls_token"][0] == 0.5**7
 
 
 def test_layers_of_a_convnext_and_a_llama_learn_by_their_depth():
@@ -95,14 +95,14 @@ def test_layers_of_a_convnext_and_a_llama_learn_by_their_depth():
 
 
 def test_frozen_parameters_are_absent():
-    learner = small_learner(ObjectiveConfig(), frozen=True)
-    learner.clip.image.trunk.patch_embed.requires_grad_(False)
-    found = settings_of(learner)
-    assert found.keys() == {name for name, p in learner.named_parameters() if p.requires_grad}
+    module = small_training_module(ObjectiveConfig(), frozen=True)
+    module.clip.image.trunk.patch_embed.requires_grad_(False)
+    found = settings_of(module)
+    assert found.keys() == {name for name, p in module.named_parameters() if p.requires_grad}
     assert not any(name.startswith(("clip.text.trunk.", "clip.image.trunk.patch_embed")) for name in found)
     assert found["clip.image.trunk.blocks.0.norm1.weight"] == (0.5**6, 0.0)  # as deep as if none were frozen
     with pytest.raises(ValueError, match="optimizer: every parameter is frozen: there is nothing to train"):
-        make_optimizer(learner.requires_grad_(False), CONFIG)
+        make_optimizer(module.requires_grad_(False), CONFIG)
 
 
 def test_optimizer_is_adamw_with_these_settings():
@@ -152,8 +152,8 @@ def test_learning_rate_of_short_runs():
 
 
 def test_lower_layers_keep_their_part_of_the_learning_rate():
-    learner = small_learner(ObjectiveConfig())
-    optimizer = make_optimizer(learner, CONFIG)
+    module = small_training_module(ObjectiveConfig())
+    optimizer = make_optimizer(module, CONFIG)
     for step in (0, 5, 50):
         top = set_learning_rate(optimizer, CONFIG, step, 100)
         assert {group["lr"] / top for group in optimizer.param_groups} == {group["scale"] for group in optimizer.param_groups}
@@ -161,16 +161,16 @@ def test_lower_layers_keep_their_part_of_the_learning_rate():
 
 
 def groups_after(kind, options):
-    """By names without what wrappers add to them; and the learning rate of a step."""
-    learner = small_learner(ObjectiveConfig())
+    """Settings by names without what wrappers add to them, and the learning rate of a step."""
+    module = small_training_module(ObjectiveConfig())
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
-    parallelize(learner, ParallelConfig(kind, **options), ranks)
-    found = {name.replace("._checkpoint_wrapped_module", ""): value for name, value in settings_of(learner).items()}
-    return found, set_learning_rate(make_optimizer(learner, CONFIG), CONFIG, 3, 10)
+    parallelize(module, ParallelConfig(kind, **options), ranks)
+    found = {name.replace("._checkpoint_wrapped_module", ""): value for name, value in settings_of(module).items()}
+    return found, set_learning_rate(make_optimizer(module, CONFIG), CONFIG, 3, 10)
 
 
 @pytest.mark.parametrize(("kind", "options"), [("ddp", {"checkpoint_activations": True}), ("fsdp", {})])
 def test_groups_do_not_depend_on_ranks(ranks, kind, options):
-    learner = small_learner(ObjectiveConfig())
-    expected = settings_of(learner), set_learning_rate(make_optimizer(learner, CONFIG), CONFIG, 3, 10)
+    module = small_training_module(ObjectiveConfig())
+    expected = settings_of(module), set_learning_rate(make_optimizer(module, CONFIG), CONFIG, 3, 10)
     assert ranks(groups_after, kind, options, world_size=2) == [expected] * 2

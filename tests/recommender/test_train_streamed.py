@@ -11,7 +11,7 @@ import torch
 from tests.recommender.test_train import largest_difference, read_losses, read_summary
 from tests.training.skip_plots import skip_plots
 from unisono_models.recommender.commands.evaluate import Options, evaluate_run
-from unisono_models.recommender.export import read_export
+from unisono_models.recommender.model.export import read_export
 from unisono_models.recommender.train import main
 from unisono_models.training.distributed.launch import Ranks
 
@@ -95,7 +95,11 @@ def test_bad_lines_stop_a_run_on_all_ranks(ranks, days, tmp_path):
     found = ranks(
         train_and_catch, tmp_path / "run", days, "--data.max-broken", "0.001", "--run.log-every", "2", world_size=2, timeout=60
     )
-    assert found[0] == found[1] and "wrong number of columns" in found[0] and "This is more than the 0.001" in found[0]
+    assert (
+        found[0] == found[1]
+        and "wrong number of columns" in found[0]
+        and "This is more than the allowed fraction of 0.001" in found[0]
+    )
 
 
 def test_test_files_without_labels_raise(days, tmp_path):

@@ -18,7 +18,11 @@ import unisono.embedding
 import unisono_models
 
 ROOT = Path(__file__).parents[2]
-READMES = [ROOT / "README.md", *sorted((ROOT / "packages").rglob("README.md")), *sorted((ROOT / "models").rglob("README.md"))]
+READMES = [
+    ROOT / "README.md",
+    *(path for name in ("packages", "models", "scripts") for path in sorted((ROOT / name).rglob("README.md"))),
+]
+DOCUMENTS = [*READMES, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
 PACKAGES = [unisono.collectives, unisono.contrastive, unisono.dataparallel, unisono.embedding]
 DOCUMENTED = [*PACKAGES, unisono_models]
 MODULES = [m.name for package in DOCUMENTED for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
@@ -70,8 +74,20 @@ def test_readme_example_runs(name, code, tmp_path):
     assert len(printed) in (0, 4)
 
 
-@pytest.mark.parametrize("path", READMES, ids=[str(path.relative_to(ROOT)) for path in READMES])
-def test_links_and_pictures_exist(path):
+@pytest.mark.parametrize("path", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS])
+def test_links_and_images_exist(path):
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS])
+def test_files_that_a_document_names_exist(path):
+    """`clip.py`, `planner/`: the end of a path below the document's own folder, or a path from the root."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    files = [ROOT / name for name in tracked if (ROOT / name).is_relative_to(path.parent)]
+    known = {str(place) for file in files for place in (file, *(f"{folder}/" for folder in file.parents))}
+    named = re.findall(r"`([\w./-]+(?:\.py|\.md|/))`", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL))
+    of_the_reader = {"distributed.py", "example.py", "train.py", "NAME.py", "NAME/"}
+    named = [name for name in named if name not in of_the_reader and not (ROOT / name).exists()]
+    assert [name for name in named if not any(place.endswith(f"/{name}") for place in known)] == []

@@ -43,10 +43,10 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         first, _ = checkpoints.load(model, optimizer) or (0, None)
         if ranks.first:
-            print(f"starts at step {first} on {ranks.size} ranks", flush=True)
+            print(f"starts at step {first} on {ranks.world_size} ranks", flush=True)
         for step in range(first, args.steps):
             suffer(args, ranks.rank, step, checkpoints)
-            index = torch.arange(BATCH * step, BATCH * (step + 1)).tensor_split(ranks.size)[ranks.rank]
+            index = torch.arange(BATCH * step, BATCH * (step + 1)).tensor_split(ranks.world_size)[ranks.rank]
             x = normal(SEED, "x", step, index, (16,))
             y = x[:, :1].sin() + 0.1 * normal(SEED, "noise", step, index, (1,))
             kept = uniform(SEED, "dropout", step, index, (WIDTH,)) >= 0.1
@@ -56,7 +56,7 @@ def main() -> None:
             optimizer.step()
             if ranks.first:
                 with open(args.dir / "losses.jsonl", "a") as file:
-                    file.write(json.dumps({"step": step, "loss": loss.item(), "ranks": ranks.size}) + "\n")
+                    file.write(json.dumps({"step": step, "loss": loss.item(), "ranks": ranks.world_size}) + "\n")
             watchdog.beat(step + 1)
             stop = stop_signal.received_by_any_rank()
             if stop or (step + 1) % args.every == 0 or step + 1 == args.steps:

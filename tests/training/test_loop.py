@@ -41,14 +41,14 @@ def train(directory, *, stop_after=None, signal_at=None, evaluate_every=4, every
         with TrainingLoop(session, model, optimizer, extra={"average": average}) as loop:
             seen = loop.state.get("seen", 0)
             for step in loop:
-                x = normal(0, "x", step, torch.arange(7).tensor_split(ranks.size)[ranks.rank], (3,))
+                x = normal(0, "x", step, torch.arange(7).tensor_split(ranks.world_size)[ranks.rank], (3,))
                 loss = global_mean(model(x).square().mean(1))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 average.weight.data.lerp_(net.weight.data, 0.5)
                 seen += 7
-                if step == signal_at and ranks.rank == ranks.size - 1:
+                if step == signal_at and ranks.rank == ranks.world_size - 1:
                     os.kill(os.getpid(), signal.SIGTERM)
                 if step == break_saves_at:
                     loop._checkpoints.wait()  # so that it is known which saves fail

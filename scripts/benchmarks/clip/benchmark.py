@@ -110,7 +110,9 @@ class Clip(Benchmark):
         sections = []
         for family in PEERS:
             rows = [m for m in results.measurements if CONTENDERS[m.contender].family == family]
-            sections.append(Section(f"{family} loss", columns, rows, label=lambda m: f"{m.case}: {m.contender}"))
+            sections.append(
+                Section(f"{family[0].upper()}{family[1:]} loss", columns, rows, label=lambda m: f"{m.case}: {m.contender}")
+            )
         return sections
 
     def targets(self, results: Results) -> list[Target]:

@@ -81,14 +81,14 @@ class OurStep:
     def __init__(self, **objective: Any) -> None:
         from benchmarks.clip.towers import make_clip
         from unisono_models.clip.config import ObjectiveConfig, OptimizerConfig
-        from unisono_models.clip.loss import Learner
+        from unisono_models.clip.loss import ClipTrainingModule
         from unisono_models.clip.optimizer import make_optimizer
         from unisono_models.training.config import ParallelConfig
         from unisono_models.training.distributed.launch import Ranks
         from unisono_models.training.distributed.parallel import parallelize
 
         self.ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
-        self.module = Learner(make_clip(), ObjectiveConfig(**({"same_concept": "negative"} | objective)))
+        self.module = ClipTrainingModule(make_clip(), ObjectiveConfig(**({"same_concept": "negative"} | objective)))
         self.parallel = ParallelConfig()
         self.model = parallelize(self.module, self.parallel, self.ranks)
         self.settings = OptimizerConfig(LR, WEIGHT_DECAY, *BETAS, warmup=0)

@@ -77,7 +77,7 @@ class Ours:
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
         self.work, self.prefetch = work, prefetch
         tables_config = TablesConfig(plan="auto", optimizer=cast(Any, optimizer), lr=LR)
-        data = DataConfig(batch=work.setting.batch * ranks.size)
+        data = DataConfig(batch=work.setting.batch * ranks.world_size)
         config = Config(run=RunConfig(steps=1), data=data, model=MODEL, tables=tables_config)
         source: Any = SimpleNamespace(features=work.features(), sample=self._batch(0), mapped=False, ratings=None)
         module = build_training_module(config, source, dtype=torch.float32, device=ranks.device)

@@ -47,7 +47,11 @@ def test_too_many_broken_images_raise_on_all_ranks(folder: Path, ranks: Callable
     config = DataConfig(str(folder), size=4, max_broken=0.18)
     found = ranks(build_error, [config] * 2, "none", world_size=2)
     assert found[0] == found[1] and found[0].startswith(f"ValueError: data.source={folder}: 2 of 11 images skipped.")
-    assert "such as ant/3.png (file 3): " in found[0] and "0.18 of them" in found[0] and "--data.max-broken" in found[0]
+    assert (
+        "such as ant/3.png (file 3): " in found[0]
+        and "allowed fraction of 0.18" in found[0]
+        and "--data.max-broken" in found[0]
+    )
     assert not build_error([replace(config, max_broken=2 / 11)], "none")
 
 

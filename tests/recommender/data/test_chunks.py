@@ -7,7 +7,7 @@ import torch
 
 from tests.recommender.data.click_files import CLICK_FEATURES, criteo_chunks, line, read_all, rows_of, write_lines
 from unisono_models.recommender.data.batch import Batch
-from unisono_models.recommender.data.chunks import ChunkOrder, StreamingDataset, rank_range
+from unisono_models.recommender.data.chunks import ChunkOrder, StreamingDataset
 from unisono_models.recommender.data.features import Feature
 
 SIZES = torch.tensor([4, 0, 7, 1, 1, 9, 2])
@@ -55,7 +55,7 @@ def test_order_depends_on_the_seed_and_rejects_bad_arguments():
     with pytest.raises(ValueError, match="without any row"):
         ChunkOrder(SIZES[1:2], batch=1, seed=0).slices(0, 0, 1)
     with pytest.raises(ValueError, match="rank=2 must be"):
-        rank_range(3, 2, 2)
+        ChunkOrder(SIZES, batch=3, seed=0).slices(0, 2, 2)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def plain_ranking(lists: list[list[int]], relevant: list[list[int]], ks: tuple[i
     for k in ks:
         sums = dict.fromkeys(("recall", "ndcg", "hit", "precision", "mrr"), 0.0)
         for found, right in pairs:
-            hits = [i for i, place in enumerate(found[:k]) if place in right]
+            hits = [i for i, item in enumerate(found[:k]) if item in right]
             sums["recall"] += len(hits) / len(right)
             best = sum(1 / math.log2(i + 2) for i in range(min(k, len(right))))
             sums["ndcg"] += sum(1 / math.log2(i + 2) for i in hits) / best

@@ -39,24 +39,24 @@ class Largest(TorchFunctionMode):
 
 def plain_top(users: Tensor, items: Tensor, k: int, seen: list[list[int]]) -> tuple[list[list[float]], list[list[int]]]:
     """Sort all items of each user. For numbers whose dot products are exact."""
-    scores, places = [], []
+    scores, indices = [], []
     for user, out in zip(users.double(), seen, strict=True):
         all_scores = (items.double() @ user).tolist()
         best = sorted((j for j in range(len(items)) if j not in out), key=lambda j: (-all_scores[j], j))[:k]
         scores.append([all_scores[j] for j in best] + [-math.inf] * (k - len(best)))
-        places.append(best + [-1] * (k - len(best)))
-    return scores, places
+        indices.append(best + [-1] * (k - len(best)))
+    return scores, indices
 
 
 @st.composite
 def tables(draw: Any) -> dict[str, Any]:
     users, items, width = draw(st.integers(0, 6)), draw(st.integers(0, 12)), draw(st.integers(1, 3))
     vectors = st.lists(st.integers(-2, 2), min_size=width, max_size=width)  # most scores are shared
-    place = st.integers(0, items - 1) if items else st.nothing()
+    item = st.integers(0, items - 1) if items else st.nothing()
     return {
         "users": torch.tensor(draw(st.lists(vectors, min_size=users, max_size=users))).reshape(users, width),
         "items": torch.tensor(draw(st.lists(vectors, min_size=items, max_size=items))).reshape(items, width),
-        "seen": draw(st.lists(st.lists(place, max_size=items), min_size=users, max_size=users)),
+        "seen": draw(st.lists(st.lists(item, max_size=items), min_size=users, max_size=users)),
         "k": draw(st.integers(1, 14)),
         "tile": (draw(st.integers(1, 7)), draw(st.integers(1, 13))),
         "dtype": draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])),
@@ -67,12 +67,12 @@ def tables(draw: Any) -> dict[str, Any]:
 @given(tables())
 def test_top_items_match_sorting(case):
     users, items = case["users"].to(case["dtype"]), case["items"].to(case["dtype"])
-    scores, places = top_items(users, items, k=case["k"], seen=Ragged.from_lists(case["seen"]), tile=case["tile"])
+    scores, indices = top_items(users, items, k=case["k"], seen=Ragged.from_lists(case["seen"]), tile=case["tile"])
     expected = plain_top(users, items, case["k"], case["seen"])
-    assert (scores.tolist(), places.tolist()) == expected
-    assert scores.dtype == torch.promote_types(case["dtype"], torch.float32) and places.dtype == torch.int64
+    assert (scores.tolist(), indices.tolist()) == expected
+    assert scores.dtype == torch.promote_types(case["dtype"], torch.float32) and indices.dtype == torch.int64
     if not any(case["seen"]):
-        assert torch.equal(top_items(users, items, k=case["k"])[1], places)
+        assert torch.equal(top_items(users, items, k=case["k"])[1], indices)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -81,14 +81,14 @@ def test_top_items_of_any_tile_are_the_same_bits(dtype):
     generator = torch.Generator().manual_seed(1)
     users = torch.randn(37, 67, generator=generator, dtype=dtype)
     items = torch.randn(20, 67, generator=generator, dtype=dtype).repeat(15, 1)
-    scores, places = top_items(users, items, k=50)
+    scores, indices = top_items(users, items, k=50)
     exact = users.double() @ items[:20].double().T
-    assert torch.equal(places[:, :15] % 20, exact.argmax(1, keepdim=True).expand(-1, 15))
-    assert (places[:, :15].diff() == 20).all() and (places[:, 15:30].diff() == 20).all()  # ties: the lower place first
+    assert torch.equal(indices[:, :15] % 20, exact.argmax(1, keepdim=True).expand(-1, 15))
+    assert (indices[:, :15].diff() == 20).all() and (indices[:, 15:30].diff() == 20).all()  # ties: the lower index first
     torch.testing.assert_close(scores[:, 0].double(), exact.amax(1), rtol=torch.finfo(dtype).eps * 8, atol=0)
     for tile in ((1, 300), (5, 7), (37, 1), (16, 64)):
         other = top_items(users, items, k=50, tile=tile)
-        assert torch.equal(other[0], scores) and torch.equal(other[1], places), tile
+        assert torch.equal(other[0], scores) and torch.equal(other[1], indices), tile
     alike = top_items(users, items[:1].repeat(100, 1), k=3, tile=(8, 9))[1]
     assert alike.tolist() == [[0, 1, 2]] * 37
 
@@ -117,9 +117,9 @@ def test_top_items_hold_one_tile_of_scores():
     seen = Ragged.from_dense(best[:, ::2].contiguous())
     for table in (items, torch.ones_like(items)):  # all alike: every item of a tile is looked at twice
         with Largest() as largest:
-            places = top_items(users, table, k=4, seen=seen, tile=(32, 128))[1]
+            indices = top_items(users, table, k=4, seen=seen, tile=(32, 128))[1]
         assert largest.numel <= 32 * (128 + 4), largest.numel
-        assert table is not items or torch.equal(places, best[:, 1::2])
+        assert table is not items or torch.equal(indices, best[:, 1::2])
 
 
 def ranking_of(sizes: list[int], rows: list[tuple[list[int], list[int]]], ks: tuple[int, ...]) -> dict[str, float]:
@@ -168,7 +168,7 @@ BAGS = Ragged.from_lists([[1]])
             {"users": torch.ones(1, 2).int()},
             r"users: expected floating point vectors of shape \(users, width\), got torch.int32",
         ),
-        ({"seen": Ragged.from_lists([[4]])}, "seen: 4 is not the place of an item; they go from 0 to 3"),
+        ({"seen": Ragged.from_lists([[4]])}, "seen: 4 is not the index of an item; they go from 0 to 3"),
         ({"seen": BAGS._replace(offsets=torch.tensor([0, 2]))}, "offsets must ascend from 0 to the number of values, 1"),
         ({"seen": [[1]]}, "seen: expected a Ragged, got list"),
     ],

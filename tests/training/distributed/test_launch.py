@@ -4,18 +4,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unisono_models.training.distributed.launch import Ranks, shard_range, start_ranks
+from unisono_models.training.distributed.launch import shard_chunks, shard_range, start_ranks
 
 
 def test_without_torchrun_there_is_one_rank_and_no_group():
     with start_ranks() as ranks:
-        assert (ranks.rank, ranks.size, ranks.local_rank, ranks.first) == (0, 1, 0, True)
+        assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.first) == (0, 1, 0, True)
         assert not dist.is_initialized()
 
 
 def in_a_group_that_exists():
     with start_ranks() as ranks:
-        assert (ranks.rank, ranks.size) == (dist.get_rank(), dist.get_world_size())
+        assert (ranks.rank, ranks.world_size) == (dist.get_rank(), dist.get_world_size())
         assert ranks.first == (ranks.rank == 0)
     assert dist.is_initialized()  # it is not ours to end
     with pytest.raises(ValueError, match="as it is"), start_ranks():
@@ -31,4 +31,7 @@ def test_a_group_that_exists_is_used_and_left_alone(ranks):
 def test_shares_of_rows_are_those_of_tensor_split(count, world_size):
     expected = [part.tolist() for part in torch.arange(count).tensor_split(world_size)]
     assert [list(shard_range(count, rank, world_size)) for rank in range(world_size)] == expected
-    assert list(Ranks(0, world_size, 0, torch.device("cpu")).shard(count)) == expected[0]
+    for rows in (1, 3, 100):
+        chunks = [shard_chunks(count, rank, world_size, rows) for rank in range(world_size)]
+        assert len({len(parts) for parts in chunks}) == 1 and max(len(part) for parts in chunks for part in parts) <= rows
+        assert [[row for part in parts for row in part] for parts in chunks] == expected

@@ -15,7 +15,7 @@ from unisono_models.training.run import log as log_module
 from unisono_models.training.run.log import MetricsFile, Progress, RunLog, read_metrics
 from unisono_models.training.run.run_directory import RunDirectory
 
-ALONE = SimpleNamespace(rank=0, size=1, first=True)
+ALONE = SimpleNamespace(rank=0, world_size=1, first=True)
 LOSSES = torch.tensor([0.1, 1 / 3, math.pi, math.inf, math.nan, 1e-45, 7.0])
 
 
@@ -178,7 +178,7 @@ def test_tensorboard_has_the_values_of_the_last_start(tmp_path):
 def body(path):
     import torch.distributed as dist
 
-    ranks = SimpleNamespace(rank=dist.get_rank(), size=dist.get_world_size(), first=dist.get_rank() == 0)
+    ranks = SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size(), first=dist.get_rank() == 0)
     train(Path(path), ranks=ranks)
     return steady(Path(path))
 

@@ -54,7 +54,7 @@ def train_toy(config, ranks):
     run = open_run(config, model="toy", recipe="tiny", ranks=ranks)
     with RunLog(run, ranks, steps=config.run.steps) as log:
         for step in range(config.run.stop_after or config.run.steps):
-            log.step(step, {"loss": (1 + config.run.seed) / (step + 1) * (1 + 1e-9 * ranks.size)}, samples=4)
+            log.step(step, {"loss": (1 + config.run.seed) / (step + 1) * (1 + 1e-9 * ranks.world_size)}, samples=4)
     if config.run.stop_after is None:
         run.finish({})
     return run.path
@@ -90,7 +90,9 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.setenv(
         "PYTHONPATH", ":".join([str(tmp_path), str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
     )
-    yield train_toy(ToyConfig(RunConfig(steps=12, seed=5, dir=tmp_path / "run")), SimpleNamespace(rank=0, size=1, first=True))
+    yield train_toy(
+        ToyConfig(RunConfig(steps=12, seed=5, dir=tmp_path / "run")), SimpleNamespace(rank=0, world_size=1, first=True)
+    )
     for name in [name for name in sys.modules if name.split(".")[0] == "toys"]:
         del sys.modules[name]
 

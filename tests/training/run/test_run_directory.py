@@ -43,7 +43,7 @@ class Config:
 
 
 CONFIG = Config(RunConfig(steps=10))
-ALONE = SimpleNamespace(rank=0, size=1, first=True)
+ALONE = SimpleNamespace(rank=0, world_size=1, first=True)
 
 
 def opened(config=CONFIG, recipe="emoji"):
@@ -161,7 +161,7 @@ def test_provenance_has_a_record_for_each_start():
 def all_ranks(folder):
     import torch.distributed as dist
 
-    ranks = SimpleNamespace(rank=dist.get_rank(), size=dist.get_world_size(), first=dist.get_rank() == 0)
+    ranks = SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size(), first=dist.get_rank() == 0)
     with contextlib.chdir(folder):
         run = open_run(CONFIG, model="clip", recipe="emoji", ranks=ranks)
     run.finish({"recall": 0.5})

@@ -1,4 +1,4 @@
-"""The settings of the contrastive learner. Every field is an option of the command line."""
+"""The config of a training. Every field is an option of the command line, and its docstring is the text of --help."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-from unisono_models.clip.data.augment import AugmentConfig
 from unisono_models.training.config import CheckpointConfig, ParallelConfig, RunConfig
 
 JsonDict = Annotated[
@@ -28,142 +27,193 @@ class ImageConfig:
     """The image tower: any timm model, and a head."""
 
     model: str = "test_convnext"
-    """A name that timm.create_model knows."""
+    """The name of the timm model, as timm.create_model takes it."""
     kwargs: JsonDict = field(default_factory=dict)
-    """More arguments of create_model."""
+    """More arguments of timm.create_model."""
     size: int = 32
-    """Pixels square."""
+    """Width and height of the images, in pixels."""
     pretrained: str = ""
-    """Empty: random. "timm": as create_model(pretrained=True). Else a file, or package:NAME for one that carries weights."""
+    """Where weights come from. Empty: random weights. "timm": create_model(pretrained=True). Else a file of weights, or
+    package:NAME for an installed package that has them."""
     batch_norm: Literal["refuse", "frozen", "local"] = "refuse"
-    """Batch norm makes a step depend on the split over ranks. frozen: it keeps its statistics. local: per rank, as it comes."""
+    """What to do with batch norm, which makes a step depend on the split over ranks. refuse: raise an error. frozen: it keeps
+    its statistics. local: each rank normalizes its own batch, so the result depends on the number of ranks."""
     maps: tuple[int, ...] = ()
-    """Stages whose feature maps (timm's forward_intermediates) are the trunk's features. Empty: what it has at the end."""
+    """The stages whose feature maps (timm's forward_intermediates) are the features of the trunk. Empty: the output of the
+    last layer."""
     grid: int = 2
-    """These maps are averaged down to as many rows and columns."""
+    """The feature maps of `maps` are averaged down to this number of rows and columns."""
     hidden: int = 0
-    """Width of the hidden layer of the head. 0: the head is linear."""
+    """The width of the hidden layer of the head. 0: the head is linear."""
     dropout: float = 0.0
-    """Of the features that the head sees."""
+    """The dropout rate of the features that enter the head."""
     frozen: bool = False
-    """Train the head only (locked-image tuning)."""
+    """Train only the head (locked-image tuning)."""
     views: int = 0
-    """Of a frozen tower: as many views of each picture, the first as it is, are encoded once, before training. 0: each step
-    encodes new ones."""
+    """For a frozen tower: encode this number of views of each image once, before training, and cache the features; the first
+    view is the image itself. 0: each step augments and encodes its images."""
 
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The text tower: any transformers encoder with its tokenizer, or one of our own, and a head."""
+    """The text tower: any transformers encoder with its tokenizer or with one trained on the captions, and a head."""
 
     model: str = ""
-    """A folder, package:NAME for a package that carries one, or a name on the hub. Empty: random weights, by `config`."""
+    """A folder, package:NAME for an installed package that has a model, or a name on the Hugging Face hub. Empty: random
+    weights, of a model that `config` describes."""
     config: JsonDict = field(default_factory=dict)
-    """Of a model with random weights: the fields of a transformers config, with its model_type."""
+    """The fields of a transformers config with its model_type, for a model with random weights."""
     tokenizer: Literal["model", "captions"] = "captions"
-    """model: the one that comes with `model`. captions: byte-pair encoding, trained on the captions and kept with the run."""
+    """model: the tokenizer that comes with `model`. captions: byte-pair encoding that is trained on the captions and saved
+    with the run."""
     vocabulary: int = 2000
-    """Of a tokenizer trained on the captions."""
+    """The vocabulary size of a tokenizer that is trained on the captions."""
     tokens: int = 32
-    """The most tokens of a caption that are read."""
+    """The maximum number of tokens of a caption. Longer captions are cut."""
     pooling: Literal["mean", "first", "last"] = "mean"
-    """Which tokens' features stand for the caption."""
+    """Which tokens' features represent the caption: the mean of all, or the first, or the last one."""
     hidden: int = 0
-    """Width of the hidden layer of the head. 0: the head is linear."""
+    """The width of the hidden layer of the head. 0: the head is linear."""
     dropout: float = 0.0
-    """Of the features that the head sees."""
+    """The dropout rate of the features that enter the head."""
     frozen: bool = False
-    """Train the head only. The features of all captions are then computed once, before training, and standardized; of more
-    than 200,000 captions each step computes its own, as they are."""
+    """Train only the head. The features of all captions are then computed once, before training, and standardized. If there
+    are more than 200,000 captions, each step computes its own features, which are not standardized."""
 
 
 @dataclass(frozen=True)
 class ClipConfig:
-    """The model: two towers into one space."""
+    """The model: two towers that map to one feature space."""
 
     image: ImageConfig = field(default_factory=ImageConfig)
     text: TextConfig = field(default_factory=TextConfig)
     width: int = 256
-    """Of the space that both towers map to."""
+    """The number of dimensions of the common feature space."""
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What is minimised."""
+    """The losses that are minimised."""
 
     loss: Literal["clip", "sigmoid"] = "clip"
+    """The loss between images and captions: CLIP's softmax, or SigLIP's sigmoid."""
     same_concept: Literal["positive", "masked", "negative"] = "positive"
-    """What other pictures and captions of the same concept in a batch are to a pair."""
+    """How a pair treats other images and captions of the same concept in the batch. positive: they match, too. masked: they
+    are left out. negative: they do not match."""
     init_scale: float | None = None
-    """Of the logits. None: 1 / 0.07 for clip, 10 for sigmoid."""
+    """The initial scale of the logits. None: 1 / 0.07 for clip, 10 for sigmoid."""
     label_smoothing: float = 0.0
+    """Label smoothing of the clip loss."""
     decoupled: bool = False
     """Leave the positive pair out of the denominator (decoupled contrastive learning)."""
     image_weight: float = 0.0
-    """Of a supervised contrastive term over the pictures: drawings of one concept attract each other."""
+    """The weight of a supervised contrastive loss over the images: images of one concept attract each other."""
     view_weight: float = 0.0
-    """Of a SimCLR term over two augmented views of each picture."""
+    """The weight of a SimCLR loss over two augmented views of each image."""
     language_weight: float = 0.0
-    """Of masked language modelling of the captions."""
+    """The weight of masked language modelling of the captions."""
     temperature: float = 0.1
-    """Of the terms over pictures."""
+    """The temperature of the losses of image_weight and view_weight."""
     exchange: Literal["auto", "gather", "ring"] = "auto"
-    """How features meet those of other ranks."""
+    """How the features of other ranks are exchanged: gather all of them, or pass them around in a ring, which needs less
+    memory."""
     micro_batch: int | None = None
-    """Rows a rank encodes at a time (gradient caching): a global batch that does not fit, with its exact gradients."""
+    """The number of rows that a rank encodes at a time (gradient caching). The gradients are those of the whole batch, which
+    need not fit into memory. None: all rows at once."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with a warm-up and a cosine."""
+    """AdamW. The learning rate warms up linearly and then follows a cosine."""
 
     lr: float = 2e-3
+    """The peak learning rate."""
     weight_decay: float = 0.1
+    """The weight decay of matrices. Vectors and scalars have none."""
     beta1: float = 0.9
+    """AdamW's decay rate of the mean of gradients."""
     beta2: float = 0.98
+    """AdamW's decay rate of the mean of squared gradients."""
     warmup: float = 0.05
-    """Part of the steps in which the learning rate rises."""
+    """The fraction of the steps in which the learning rate rises."""
     final: float = 0.0
-    """Part of the learning rate that is left at the end."""
+    """The fraction of the learning rate that is left at the end."""
     layer_decay: float = 1.0
-    """Factor of the learning rate from a layer of a tower to the one below it."""
+    """The factor of the learning rate from one layer of a tower to the layer below it."""
     clip_norm: float | None = 1.0
-    """Largest norm of the gradient."""
+    """The maximum norm of the gradient; larger gradients are scaled down. None: no limit."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Pictures and captions."""
+    """The images and captions."""
 
     source: str = "emoji"
-    """emoji, or a path: a folder or pattern of webdataset tars or parquet files, or a CSV of paths and captions."""
+    """The name of a registered dataset, such as emoji, or a path: a folder or pattern of webdataset tars or parquet files, or
+    a CSV or TSV file of image paths and captions."""
     batch: int = 512
-    """Over all ranks."""
+    """The number of pairs in a global batch, over all ranks."""
     split: Literal["vendor", "drawing"] = "vendor"
-    """Of the emoji. vendor: OpenMoji is held out. drawing: one drawing of each concept is. Unseen concepts are, in both."""
+    """emoji: what is held out. vendor: all drawings by OpenMoji. drawing: one drawing of each concept. Both also hold out
+    concepts that are never trained on."""
     languages: tuple[str, ...] = ("en",)
-    """Of the captions of the emoji."""
+    """emoji: the languages of the captions: ar de en es fa fr id it ja ko pt ru tr zh."""
     words: Literal["names", "names and aliases"] = "names"
-    """Of the emoji: what their captions are."""
+    """emoji: whether the other English names of an emoji are captions, too."""
     toned: float = 1.0
-    """How often an emoji with a skin tone comes in an epoch: half of all have one."""
+    """emoji: how often an emoji with a skin tone comes in an epoch, between 0 and 1. Half of all emoji have one."""
     image: str | None = None
-    """Column or field of other data that has the picture. None: the usual names."""
+    """Files: the column that has the image. None: the first of image, filepath, file_name, image_path, path, file."""
     caption: str | None = None
-    """The same of the caption."""
+    """Files: the column, or the field of a tar's .json, that has the caption. None: the first of caption, text, title; in
+    tars the .txt, or else caption or text of the .json."""
     concept: str | None = None
-    """The same of what says that two pairs show the same thing. None: equal captions do."""
+    """Files: the column, or the field of a tar's .json, that is equal for pairs that show the same thing. None: pairs with
+    equal captions do."""
     held_out: float = 0.05
-    """Part of the concepts of other data that is kept for evaluation."""
+    """Files: the fraction of the concepts that is held out for evaluation."""
     workers: int = 0
-    """Processes a rank reads with. 0: the rank reads itself."""
+    """The number of worker processes that read for a rank. 0: the rank reads by itself."""
     max_broken: float = 0.01
-    """The run stops if a larger part of the pairs is broken."""
+    """The run stops if a larger fraction of the pairs cannot be read."""
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """How much images are changed. Amounts are drawn uniformly; with 0 a change is off.
+
+    The defaults are for large sets of photographs: a slight crop.
+    """
+
+    rotate: float = 0.0
+    """The largest rotation in degrees, in either direction."""
+    zoom: tuple[float, float] = (1.0, 1.1)
+    """The smallest and the largest scale. What lies outside the image is filled with `margin`."""
+    stretch: float = 0.0
+    """The largest change of the ratio of width to height, as a fraction."""
+    shift: float = 0.02
+    """The largest shift in each direction, as a fraction of the size."""
+    flip: float = 0.0
+    """The probability of a mirror image. Off by default: arrows, flags and letters change their meaning."""
+    brightness: float = 0.0
+    """The largest amount that is added to or subtracted from all colours."""
+    contrast: float = 0.0
+    """The largest change of the distance from middle grey, as a fraction."""
+    saturation: float = 0.0
+    """The largest change of the distance from grey, as a fraction."""
+    hue: float = 0.0
+    """The largest rotation of the colour circle, in either direction; 0.5 is half of it."""
+    gray: float = 0.0
+    """The probability that the image loses its colour."""
+    outline: float = 0.0
+    """The probability of dark lines along edges, as some vendors of emoji draw them and some do not."""
+    margin: float = 1.0
+    """The grey that fills the border: 0 is black, 1 is white, on which emoji are drawn."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """A training of the contrastive learner."""
+    """A training of the contrastive model."""
 
     run: RunConfig
     model: ClipConfig = field(default_factory=ClipConfig)

@@ -1,4 +1,4 @@
-"""How well a model finds: retrieval both ways, pictures by pictures, and zero-shot classification; distributed, in tiles."""
+"""Evaluation: retrieval in both directions, image to image, and zero-shot classification, on all ranks together."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from unisono.collectives import all_gather, global_mean
 from unisono.contrastive import retrieval_metrics
-from unisono_models.clip.data.dataset import TestSet
+from unisono_models.clip.data.dataset import RetrievalTest
 from unisono_models.clip.data.pairs import Pairs
-from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.launch import Ranks, shard_chunks, shard_range
 from unisono_models.training.distributed.watchdog import Watchdog
 
 TEMPLATES = ("{}", "an emoji of {}", "a drawing of {}", "something of the kind {}")
@@ -21,108 +21,115 @@ TEMPLATES = ("{}", "an emoji of {}", "a drawing of {}", "something of the kind {
 
 @dataclass(frozen=True)
 class Encoder:
-    """Features of unit length from a model that may be sharded: all ranks ask at once, each for its share.
-
-    `model`: takes a batch and "images" or "text" as Learner does. `read_text`: captions to what the text tower takes.
-    """
+    """Encodes images and captions to unit features with a model that may be sharded. All ranks call it together."""
 
     model: nn.Module
-    read_text: Callable[[Sequence[str]], Tensor]
+    """Takes a batch and "images" or "text", like ClipTrainingModule."""
+    prepare_text: Callable[[Sequence[str]], Tensor]
+    """From captions to what the text tower takes."""
     ranks: Ranks
-    heartbeat: Watchdog
+    watchdog: Watchdog
     size: int
+    """Pixels of the images."""
     dtype: torch.dtype = torch.float32
     rows: int = 256
+    """Rows of a forward, at most."""
 
-    def pairs(self, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
-        """Of this rank's share: features of the pictures, features of the captions, and concepts."""
+    def encode_pairs(self, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode this rank's share: features of the images, features of the captions, and concepts."""
         images, texts, concepts = [], [], []
-        for share in self._shares(len(pairs)):
-            batch = pairs.read(share, self.size)
-            images.append(self._encode_pictures(batch.images))
-            texts.append(self._encode("text", self.read_text(batch.captions)))
+        for indices in self._split(len(pairs)):
+            batch = pairs.read(indices, self.size)
+            images.append(self._encode_images(batch.images))
+            texts.append(self._encode("text", self.prepare_text(batch.captions)))
             concepts.append(batch.concepts)
         return torch.cat(images), torch.cat(texts), torch.cat(concepts).to(self.ranks.device)
 
     @torch.no_grad()
-    def all_pictures(self, pairs: Pairs) -> Tensor:
-        """Features of all pictures, in order, on every rank. None may be broken."""
+    def encode_all_images(self, pairs: Pairs) -> Tensor:
+        """Encode all images and return their features in order, on every rank. Broken ones are left out."""
         self.model.eval()
-        parts = (pairs.read(share, self.size).images for share in self._shares(len(pairs)))
-        return all_gather(torch.cat([self._encode_pictures(images) for images in parts]))
+        images = (pairs.read(indices, self.size).images for indices in self._split(len(pairs)))
+        return all_gather(torch.cat([self._encode_images(part) for part in images]))
 
-    def captions(self, captions: Sequence[str]) -> Tensor:
-        """Features of all captions, on every rank."""
-        shares = self._shares(len(captions))
-        return all_gather(torch.cat([self._encode("text", self.read_text([captions[i] for i in share])) for share in shares]))
+    def encode_all_captions(self, captions: Sequence[str]) -> Tensor:
+        """Encode all captions and return their features in order, on every rank."""
+        parts = [self.prepare_text([captions[i] for i in indices]) for indices in self._split(len(captions))]
+        return all_gather(torch.cat([self._encode("text", part) for part in parts]))
 
-    def _shares(self, count: int) -> list[list[int]]:
-        """This rank's rows, in as many parts on every rank: a sharded model communicates in each forward."""
-        mine = torch.arange(count).tensor_split(self.ranks.size)[self.ranks.rank]
-        largest = -(-count // self.ranks.size)
-        return [part.tolist() for part in mine.tensor_split(max(1, -(-largest // self.rows)))]
+    def _split(self, count: int) -> list[range]:
+        """Split this rank's share into the same number of parts on every rank: a sharded model communicates in a forward."""
+        return shard_chunks(count, self.ranks.rank, self.ranks.world_size, self.rows)
 
-    def _encode_pictures(self, images: Tensor) -> Tensor:
+    def _encode_images(self, images: Tensor) -> Tensor:
         return self._encode("images", images.to(self.ranks.device, self.dtype) / 255)
 
     def _encode(self, part: str, rows: Tensor) -> Tensor:
-        self.heartbeat.beat()
+        self.watchdog.beat()
         rows = rows.to(self.ranks.device)
         index = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
         features: Tensor = self.model({part: rows, "index": index, "step": 0, "seed": 0}, part)
         return features
 
 
-def prompts_for(classes: Sequence[str]) -> list[str]:
-    """What a picture of each class might be called: the same number of prompts for each, one class after the other."""
+def make_prompts(classes: Sequence[str]) -> list[str]:
+    """List what an image of each class might be called: the same number of prompts for each class, class by class."""
     return [template.format(label) for label in classes for template in TEMPLATES]
 
 
+def list_test_captions(tests: Mapping[str, RetrievalTest]) -> list[str]:
+    """List every caption that `evaluate` will encode: those of the tests, and the prompts of their classes."""
+    captions = [text for test in tests.values() for text in test.pairs.captions(range(len(test.pairs)))]
+    return [*captions, *(text for test in tests.values() for text in make_prompts(test.classes))]
+
+
 @torch.no_grad()
-def evaluate(encoder: Encoder, tests: Mapping[str, TestSet]) -> dict[str, float]:
-    """The figures of each test, by "test/task/figure": the same on every rank, and for any number of ranks.
+def evaluate(encoder: Encoder, tests: Mapping[str, RetrievalTest]) -> dict[str, float]:
+    """Compute the metrics of each test, by "test/task/metric". They are the same on every rank and any number of ranks.
 
     Tasks: text_to_image, image_to_text, image_to_image where there are queries, zero_shot where there are classes.
     """
     encoder.model.eval()
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, test in tests.items():
-        images, texts, concepts = encoder.pairs(test.pairs)
+        images, texts, concepts = encoder.encode_pairs(test.pairs)
         found = retrieval_metrics(texts, images, ids=concepts)
-        for side, task in (("x_to_y", "text_to_image"), ("y_to_x", "image_to_text")):
-            figures |= {f"{name}/{task}/{key.partition('/')[2]}": v for key, v in found.items() if key.startswith(side)}
+        metrics |= _one_direction(found, "x_to_y", f"{name}/text_to_image")
+        metrics |= _one_direction(found, "y_to_x", f"{name}/image_to_text")
         if test.queries is not None:
-            queries = encoder.pairs(test.queries)[0]
-            figures |= _one_way(f"{name}/image_to_image", retrieval_metrics(queries, images, ids=concepts))
+            queries = encoder.encode_pairs(test.queries)[0]
+            by_image = retrieval_metrics(queries, images, ids=concepts)
+            metrics |= _one_direction(by_image, "x_to_y", f"{name}/image_to_image")
         if test.classes:
-            classes = F.normalize(
-                encoder.captions(prompts_for(test.classes)).unflatten(0, (len(test.classes), -1)).mean(1), dim=1
-            )
-            truth = torch.tensor([test.class_of[c] for c in concepts.tolist()], device=images.device)
-            right = ((images @ classes.T).argmax(1) == truth).to(images.dtype)
-            figures[f"{name}/zero_shot/accuracy"] = float(global_mean(right))
-        figures[f"{name}/rows"] = found["rows"]
-    return figures
+            prompts = encoder.encode_all_captions(make_prompts(test.classes))
+            classes = F.normalize(prompts.unflatten(0, (len(test.classes), -1)).mean(1), dim=1)
+            labels = torch.tensor([test.class_of[c] for c in concepts.tolist()], device=images.device)
+            correct = ((images @ classes.T).argmax(1) == labels).to(images.dtype)
+            metrics[f"{name}/zero_shot/accuracy"] = float(global_mean(correct))
+        metrics[f"{name}/rows"] = found["rows"]
+    return metrics
 
 
 @torch.no_grad()
-def pixel_floor(tests: Mapping[str, TestSet], ranks: Ranks, *, size: int) -> dict[str, float]:
-    """Image to image by the pixels themselves, of pictures of `size` brought down to 32: what a model must beat."""
-    figures: dict[str, float] = {}
+def pixel_baseline(tests: Mapping[str, RetrievalTest], ranks: Ranks, *, size: int) -> dict[str, float]:
+    """Compute image to image by the pixels themselves, averaged down to 32: what a model must beat. `size`: of the images."""
+    metrics: dict[str, float] = {}
     for name, test in tests.items():
         if test.queries is None:
             continue
-        mine = torch.arange(len(test.pairs)).tensor_split(ranks.size)[ranks.rank].tolist()
+        mine = shard_range(len(test.pairs), ranks.rank, ranks.world_size)
         batches = [pairs.read(mine, size) for pairs in (test.queries, test.pairs)]
         small = (F.adaptive_avg_pool2d(batch.images.float(), min(size, 32)) for batch in batches)
-        x, y = (_centred(images.flatten(1)) for images in small)
-        figures |= _one_way(f"{name}/image_to_image_by_pixels", retrieval_metrics(x, y, ids=batches[0].concepts))
-    return figures
+        queries, images = (_correlation_features(x.flatten(1)) for x in small)
+        found = retrieval_metrics(queries, images, ids=batches[0].concepts)
+        metrics |= _one_direction(found, "x_to_y", f"{name}/image_to_image_by_pixels")
+    return metrics
 
 
-def _centred(pixels: Tensor) -> Tensor:
-    return F.normalize(pixels - pixels.mean(1, keepdim=True), dim=1)  # correlation: the best of the plain measures tried
+def _correlation_features(pixels: Tensor) -> Tensor:
+    """Features whose dot products are correlations: the best of the simple measures that were tried."""
+    return F.normalize(pixels - pixels.mean(1, keepdim=True), dim=1)
 
 
-def _one_way(name: str, found: Mapping[str, float]) -> dict[str, float]:
-    return {f"{name}/{key.partition('/')[2]}": v for key, v in found.items() if key.startswith("x_to_y")}
+def _one_direction(found: Mapping[str, float], direction: str, task: str) -> dict[str, float]:
+    return {f"{task}/{key.partition('/')[2]}": value for key, value in found.items() if key.startswith(direction)}

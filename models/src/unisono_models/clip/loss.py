@@ -1,8 +1,8 @@
-"""What is trained: the model, and the losses with what they learn. One module, for DDP or FSDP2 to wrap."""
+"""The training module: the model and its losses in one module, which DDP or FSDP2 can wrap."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,48 +15,48 @@ from unisono_models.clip.config import ObjectiveConfig
 from unisono_models.clip.model import Clip
 from unisono_models.training.randomness import dropout_keys, uniform, use_dropout_keys
 
-Part = Literal["all", "images", "views", "text"]
+BatchPart = Literal["all", "images", "views", "text"]
 
 
-class Learner(nn.Module):
-    """The model and its objective. Every loss is that of the global batch, whatever the split.
+class ClipTrainingModule(nn.Module):
+    """The model and its losses. Every loss is that of the global batch, however it is split over ranks.
 
-    A batch is a dict: images (and views, the second ones, if view_weight is set), text as the text tower takes it,
-    concepts, index (the samples), step and seed.
+    A batch is a dict: images (and views, the second views, if view_weight is set), text as the text tower takes it, concepts,
+    index (the samples), step and seed.
     """
 
     def __init__(self, clip: Clip, config: ObjectiveConfig) -> None:
         super().__init__()
         self.clip, self.config = clip, config
-        self.pairs = _pair_loss(config)
+        self.pairs = _make_pair_loss(config)
         self.images = SupConLoss(temperature=config.temperature, exchange=config.exchange)
         self.views = NTXentLoss(temperature=config.temperature, exchange=config.exchange)
         self.language = nn.Linear(clip.text.features, clip.tokenizer.vocabulary) if config.language_weight else None
         if config.language_weight and (config.micro_batch or clip.config.text.frozen):
-            raise ValueError("objective.language_weight goes neither with objective.micro_batch nor with text.frozen")
+            raise ValueError("objective.language_weight works neither with objective.micro_batch nor with text.frozen")
 
-    def forward(self, batch: Mapping[str, Any], part: Part = "all") -> Tensor | dict[str, Tensor]:
-        """The losses of a batch by name, their weighted sum as "loss"; or the features of one part of it, of unit length."""
+    def forward(self, batch: Mapping[str, Any], part: BatchPart = "all") -> Tensor | dict[str, Tensor]:
+        """Return the losses of a batch by name, with their weighted sum as "loss"; or the unit features of one part of it."""
         if part != "all":
             return self._encode(batch, part)
         losses = self.losses(*(self._encode(batch, each) for each in self.parts), concepts=batch["concepts"])
         if self.language is not None:
-            losses["language"] = self._masked_language(batch)
+            losses["language"] = self._masked_language_loss(batch)
             losses["loss"] = losses["loss"] + self.config.language_weight * losses["language"]
         return losses
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """The encodings of a batch that the losses need."""
+    def parts(self) -> tuple[BatchPart, ...]:
+        """The parts of a batch that the losses need."""
         return ("images", "text", "views") if self.config.view_weight else ("images", "text")
 
     def losses(self, images: Tensor, text: Tensor, views: Tensor | None = None, *, concepts: Tensor) -> dict[str, Tensor]:
-        """The losses of features, by name."""
+        """Compute the losses of features, by name."""
         ids = None if self.config.same_concept == "negative" else concepts
         total = self.pairs(images, text, ids=ids)
         losses = {"pairs": total}
         if self.config.image_weight:
-            # NaN, with zero gradients, for a batch in which no concept comes twice: the mean over no anchors
+            # The mean over no anchors is NaN, with zero gradients: so it is for a batch in which no concept comes twice.
             losses["images"] = torch.nan_to_num(self.images(images, concepts))
             total = total + self.config.image_weight * losses["images"]
         if views is not None:
@@ -64,13 +64,14 @@ class Learner(nn.Module):
             total = total + self.config.view_weight * losses["views"]
         return {"loss": total} | losses
 
-    def _encode(self, batch: Mapping[str, Any], part: Part) -> Tensor:
+    def _encode(self, batch: Mapping[str, Any], part: BatchPart) -> Tensor:
         with use_dropout_keys(dropout_keys(batch["seed"], batch["step"], batch["index"])):
             tower = self.clip.text if part == "text" else self.clip.image
-            return _unit(tower(batch[part]))
+            features = tower(batch[part])
+        return F.normalize(features if features.dtype == torch.float64 else features.float(), dim=1)
 
-    def _masked_language(self, batch: Mapping[str, Any]) -> Tensor:
-        """Cross entropy of tokens that were masked, 15 of 100, over the global batch."""
+    def _masked_language_loss(self, batch: Mapping[str, Any]) -> Tensor:
+        """Compute the cross entropy of masked tokens, 15 of 100, over the global batch."""
         assert self.language is not None
         tokens, index, step, seed = batch["text"], batch["index"], batch["step"], batch["seed"]
         masked = (uniform(seed, "masked", step, index, tokens.shape[1:]) < 0.15) & (tokens >= 0)
@@ -78,17 +79,16 @@ class Learner(nn.Module):
         with use_dropout_keys(dropout_keys(seed, step, index)):
             states, _ = self.clip.text.states(seen)
         logits = self.language(states[masked])
-        return global_mean(
-            F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, tokens[masked], reduction="none")
-        )
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        return global_mean(F.cross_entropy(logits, tokens[masked], reduction="none"))
 
 
-def backward(model: nn.Module, learner: Learner, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Forward and backward of one batch; the losses, detached. `model`: the learner as DDP or FSDP2 wraps it, or itself.
+def backward(model: nn.Module, module: ClipTrainingModule, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Run forward and backward of one batch, and return the detached losses. `model`: `module` as DDP or FSDP2 wraps it.
 
-    With objective.micro_batch the activations of that many rows are held at a time (unisono.contrastive.cached_backward).
+    With objective.micro_batch the activations of that number of rows are in memory at a time (see cached_backward).
     """
-    if not learner.config.micro_batch:
+    if not module.config.micro_batch:
         losses: dict[str, Tensor] = model(batch)
         losses["loss"].backward()
         return {name: value.detach() for name, value in losses.items()}
@@ -96,33 +96,28 @@ def backward(model: nn.Module, learner: Learner, batch: Mapping[str, Any]) -> di
     found: dict[str, Tensor] = {}
 
     def loss(*features: Tensor) -> Tensor:
-        found.update(learner.losses(*features, concepts=batch["concepts"]))
+        found.update(module.losses(*features, concepts=batch["concepts"]))
         return found["loss"]
 
-    def encode(part: Part) -> Any:
+    def encoder(part: BatchPart) -> Callable[[Any], Any]:
         return lambda rows: model(rows, part)
 
-    parts = learner.parts
-    batches = [{key: batch[key] for key in (part, "index", "step", "seed")} for part in parts]
-    encoders = [encode(part) for part in parts]
-    cached_backward(encoders, batches, loss, micro_batch=learner.config.micro_batch, modules=[model])
+    encoders = [encoder(part) for part in module.parts]
+    batches = [{key: batch[key] for key in (part, "index", "step", "seed")} for part in module.parts]
+    cached_backward(encoders, batches, loss, micro_batch=module.config.micro_batch, modules=[model])
     return {name: value.detach() for name, value in found.items()}
 
 
-def _pair_loss(config: ObjectiveConfig) -> ClipLoss | SigmoidLoss:
+def _make_pair_loss(config: ObjectiveConfig) -> ClipLoss | SigmoidLoss:
     options: dict[str, Any] = {"exchange": config.exchange}
     if config.init_scale is not None:
         options["init_scale"] = config.init_scale
     if config.same_concept != "negative":
         options["same_id"] = config.same_concept
     if config.loss == "clip":
-        if config.micro_batch:  # memory is what matters: not to be spent on logits either
+        if config.micro_batch:  # whoever needs micro batches has no memory for logits either
             options["logits"] = "recompute"
         return ClipLoss(label_smoothing=config.label_smoothing, decoupled=config.decoupled, **options)
     if config.decoupled or config.label_smoothing:
         raise ValueError("objective.loss=sigmoid has neither decoupled nor label_smoothing")
     return SigmoidLoss(**options)
-
-
-def _unit(features: Tensor) -> Tensor:
-    return F.normalize(features if features.dtype == torch.float64 else features.float(), dim=1)

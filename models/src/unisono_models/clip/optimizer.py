@@ -1,4 +1,4 @@
-"""AdamW over groups of parameters, and a learning rate that is a function of the step."""
+"""AdamW with parameter groups, and a learning rate that is a function of the step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from unisono_models.training.schedule import learning_rate_factor
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW on what is trained. No weight decay for vectors and scalars; lower layers learn more slowly by `layer_decay`."""
+    """Make AdamW for the trained parameters. Vectors and scalars have no weight decay; `layer_decay` slows lower layers."""
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for parameter, depth in _depths(model):
-        scale, decay = config.layer_decay**depth, config.weight_decay if parameter.ndim > 1 else 0.0
+        scale = config.layer_decay**depth
+        decay = config.weight_decay if parameter.ndim > 1 else 0.0
         group = groups.setdefault((scale, decay), {"params": [], "weight_decay": decay, "scale": scale})
         group["params"].append(parameter)
     if not groups:
@@ -26,26 +27,29 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig, step: int, steps: int) -> float:
-    """The learning rate of `step` out of `steps`: up in a line, down in a cosine. Returned, and set in the optimizer."""
-    part = learning_rate_factor(step, steps, warmup=config.warmup, final=config.final)
+    """Set the learning rate of `step` out of `steps` in the optimizer, and return it: a linear warm-up, then a cosine."""
+    factor = learning_rate_factor(step, steps, warmup=config.warmup, final=config.final)
     for group in optimizer.param_groups:
-        group["lr"] = config.lr * part * group["scale"]
-    return config.lr * part
+        group["lr"] = config.lr * factor * group["scale"]
+    return config.lr * factor
 
 
 def _depths(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
-    """Each trained parameter, and how many layers of its tower are above it: 0 for heads and losses."""
+    """Yield each trained parameter and the number of layers of its tower above it: 0 for heads and losses."""
     depths: dict[int, int] = {}
     for tower in (module for name, module in model.named_modules() if name.endswith("trunk")):
         blocks = list(find_repeated_blocks(tower))
-        places = {id(p): place for place, block in enumerate(blocks) for p in block.parameters()}
-        below = 0  # blocks that came before a parameter, in the order of the model
+        block_of = {id(p): number for number, block in enumerate(blocks) for p in block.parameters()}
+        below = 0  # the number of blocks before a parameter, in the order of the model
         for parameter in tower.parameters():
-            place = places.get(id(parameter))
-            if place is None:  # of a stem, or of the block that follows, or a norm behind the last, which is as the head
-                depths[id(parameter)] = len(blocks) - below if below else len(blocks) + 1
-            else:
-                depths[id(parameter)], below = len(blocks) - place, place + 1
+            block = block_of.get(id(parameter))
+            if block is not None:
+                depths[id(parameter)] = len(blocks) - block
+                below = block + 1
+            elif below == 0:  # part of the stem
+                depths[id(parameter)] = len(blocks) + 1
+            else:  # part of the next block, or a norm after the last one, which counts as the head
+                depths[id(parameter)] = len(blocks) - below
     for parameter in model.parameters():
         if parameter.requires_grad:
             yield parameter, depths.get(id(parameter), 0)

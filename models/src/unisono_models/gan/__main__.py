@@ -2,11 +2,11 @@
 
 from unisono_models.training.commands import run_command
 
-run_command(
-    "unisono_models.gan",
-    {
-        "train": ("unisono_models.gan.train", "Train a model. Start it by torchrun to use several ranks."),
-        "evaluate": ("unisono_models.gan.commands.evaluate", "Compute the metrics of a finished run again."),
-        "sample": ("unisono_models.gan.commands.sample", "Generate images with the generator of a finished run."),
-    },
-)
+COMMANDS = {
+    "train": ("unisono_models.gan.train", "Train a model. Start it by torchrun to use several ranks."),
+    "evaluate": ("unisono_models.gan.commands.evaluate", "Compute the metrics of a finished run again."),
+    "sample": ("unisono_models.gan.commands.sample", "Generate images with the generator of a finished run."),
+}
+
+if __name__ == "__main__":
+    run_command("unisono_models.gan", COMMANDS)

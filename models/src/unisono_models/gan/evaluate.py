@@ -165,7 +165,7 @@ class Evaluator:
         return ExtractedFeatures(torch.cat(features), torch.cat(logits), all_labels)
 
     def _share(self, count: int) -> Tensor:
-        return torch.arange(count).tensor_split(self.ranks.size)[self.ranks.rank]
+        return torch.arange(count).tensor_split(self.ranks.world_size)[self.ranks.rank]
 
     def _first(self, features: Tensor, wanted: int, count: int) -> Tensor:
         """Return the rows of this rank's share of `count` images that are among the first `wanted` of all ranks."""

@@ -144,10 +144,10 @@ def train_feature_extractor(
     extractor.initialize(_SEED)
     train = datasets.train
     weight = next(extractor.parameters())
-    order = StepSampler(len(train), config.feature_extractor_batch, _SEED)
+    sampler = StepSampler(len(train), config.feature_extractor_batch, _SEED)
     optimizer = Adam(extractor.parameters(), lr=_LR)
     for step in range(config.feature_extractor_steps):
-        indices = order.at(step)
+        indices = sampler.at(step)
         images = train.floats(indices, dtype=weight.dtype, device=weight.device)
         images, targets = _make_task(extractor, images, train, indices, uniform(_SEED, "turn", step, indices))
         logits = extractor(_shift(images, uniform(_SEED, "shift", step, indices.to(weight.device), (2,))))

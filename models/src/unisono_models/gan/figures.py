@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono_models.training.checkpoint.atomic_file import atomic_write
 from unisono_models.training.run.plots import INKS
 
-MIN_CELL = 56  # smallest size of an image in a grid, in pixels
+_MIN_CELL = 56  # smallest size of an image in a grid, in pixels
 GAP = 4
 MARGIN = 12
 FONT_SIZE = 15
@@ -35,12 +35,10 @@ _BAR = "#5ab0e8"
 _TRACK = "#2c313c"
 
 
-def draw_grid(
-    images: Tensor, *, columns: int, row_names: Sequence[str] = (), column_names: Sequence[str] = (), cell: int = MIN_CELL
-) -> Image.Image:
+def draw_grid(images: Tensor, *, columns: int, row_names: Sequence[str] = (), column_names: Sequence[str] = ()) -> Image.Image:
     """Draw images (n, 1 or 3, size, size) in [-1, 1] in rows of `columns`, in reading order.
 
-    Each image is enlarged by the smallest whole number that makes it `cell` pixels or more, without smoothing. Row names stand
+    Each image is enlarged by the smallest whole number that makes it 56 pixels or more, without smoothing. Row names stand
     on the left, column names above.
 
     Example:
@@ -57,7 +55,7 @@ def draw_grid(
     for argument, names, expected in (("row_names", row_names, rows), ("column_names", column_names, columns)):
         if names and len(names) != expected:
             raise ValueError(f"draw_grid: {len(names)} {argument}, expected {expected}")
-    side = size * max(1, math.ceil(cell / size))
+    side = size * max(1, math.ceil(_MIN_CELL / size))
     row_names = [_shorten(name, MAX_NAME_WIDTH) for name in row_names]
     left = MARGIN + (math.ceil(max(_font().getlength(name) for name in row_names)) + MARGIN if row_names else 0)
     top = MARGIN + (FONT_SIZE + GAP * 2 if column_names else 0)

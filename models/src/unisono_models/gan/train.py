@@ -66,7 +66,7 @@ def train(config: Config, session: Session) -> None:
         seen = loop.state.get("seen", 0)
         loop.say(
             f"{run.path}: {len(datasets.train):,} images, {loop.steps:,} steps, global batch of {sampler.batch:,}, "
-            f"{ranks.size} ranks"
+            f"{ranks.world_size} ranks"
         )
         for note in datasets.notes:
             loop.say(note)

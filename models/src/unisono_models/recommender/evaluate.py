@@ -51,7 +51,7 @@ class Evaluator:
     def _predict(self, dataset: RowDataset, split: Split) -> dict[str, float]:
         logits, labels = [], []
         skipped = SkipReport(what=f"rows of {split}", place="line")
-        for batch in dataset.scan(self.ranks.rank, self.ranks.size, self.rows):
+        for batch in dataset.scan(self.ranks.rank, self.ranks.world_size, self.rows):
             skipped.add(batch)
             batch = batch.to(self.ranks.device, self.dtype)
             logits.append(self.module.model(batch))
@@ -73,23 +73,22 @@ class Evaluator:
         vectors = self._encode_items(model, ratings, items)
         users = relevant.lengths().nonzero().squeeze(1)
         users = users[users > UNKNOWN]
-        places, right = [], []
-        for indices in split_for_rank(len(users), self.ranks.rank, self.ranks.size, self.rows):
-            mine = users[indices]
+        top, right = [], []
+        for share in split_for_rank(len(users), self.ranks.rank, self.ranks.world_size, self.rows):
+            mine = users[share]
             queries = model.encode_users(ratings.join(mine, mine.new_zeros(len(mine))).to(self.ranks.device).ids)
-            known = move_ids(_item_places(seen, mine, items), self.ranks.device)
-            wanted = move_ids(_item_places(relevant, mine, items), self.ranks.device)
-            places.append(top_items(queries, vectors, k=max(KS), seen=known)[1])
-            right.append(wanted)
+            known = move_ids(_item_indices(seen, mine, items), self.ranks.device)
+            top.append(top_items(queries, vectors, k=max(KS), seen=known)[1])
+            right.append(move_ids(_item_indices(relevant, mine, items), self.ranks.device))
             self._beat()
         all_right = Ragged.from_lengths(torch.cat([x.values for x in right]), torch.cat([x.lengths() for x in right]))
-        return ranking_metrics(torch.cat(places), all_right, ks=KS)
+        return ranking_metrics(torch.cat(top), all_right, ks=KS)
 
     def _encode_items(self, model: TwoTower, ratings: Ratings, items: Tensor) -> Tensor:
         """The vectors of all items, on every rank. Each rank encodes a share."""
         vectors = []
-        for indices in split_for_rank(len(items), self.ranks.rank, self.ranks.size, self.rows):
-            mine = items[indices]
+        for share in split_for_rank(len(items), self.ranks.rank, self.ranks.world_size, self.rows):
+            mine = items[share]
             vectors.append(model.encode_items(ratings.join(mine.new_zeros(len(mine)), mine).to(self.ranks.device).ids))
             self._beat()
         return all_gather(torch.cat(vectors))
@@ -107,8 +106,8 @@ def _items_by_user(ratings: Ratings, rows: Tensor) -> Ragged:
     return Ragged.from_lengths(ratings.items[rows][order], counts)
 
 
-def _item_places(bags: Ragged, users: Tensor, items: Tensor) -> Ragged:
-    """The bags of these users, as places among `items`, which are sorted."""
+def _item_indices(bags: Ragged, users: Tensor, items: Tensor) -> Ragged:
+    """The bags of these users, as indices into `items`, which are sorted."""
     taken = take_ids(bags, users)
     assert isinstance(taken, Ragged)
     return taken._replace(values=torch.searchsorted(items, taken.values))

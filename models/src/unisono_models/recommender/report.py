@@ -18,7 +18,7 @@ from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.recommender.config import Config, DataConfig, ModelConfig
 from unisono_models.recommender.data.ratings import Ratings, read_titles
 from unisono_models.recommender.evaluate import Evaluator
-from unisono_models.recommender.export import full_weights, write_export
+from unisono_models.recommender.model.export import full_weights, write_export
 from unisono_models.recommender.model.heads import HEADS
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.run.plots import COLOURS, INKS
@@ -95,8 +95,8 @@ def _introduction(config: Config, evaluator: Evaluator) -> str:
     return (
         f"A model of kind {model.kind}, with embeddings of {model.dim}, was trained on {datasets.train.rows:,} rows, in "
         f"{config.run.steps:,} steps of {config.data.batch:,}, and tested on {datasets.test.rows:,}. Its features are "
-        f"{features}.\n\nIts tables are sharded over {evaluator.ranks.size} ranks. The test was taken once, after the last "
-        "step, and nothing was chosen by it."
+        f"{features}.\n\nIts tables are sharded over {evaluator.ranks.world_size} ranks. The test was taken once, after the "
+        "last step, and nothing was chosen by it."
     )
 
 

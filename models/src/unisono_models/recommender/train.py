@@ -53,12 +53,12 @@ def train(config: Config, session: Session) -> None:
         if datasets.ratings is not None and not loop.first_step and ranks.first:  # every rank has read the same rows
             skipped.count(datasets.ratings.read, datasets.ratings.skipped)
         skipped.check(config.data.max_broken)
-        rows = f"{datasets.train.rows:,} rows, {loop.steps:,} steps of {config.data.batch:,} on {ranks.size} ranks"
+        rows = f"{datasets.train.rows:,} rows, {loop.steps:,} steps of {config.data.batch:,} on {ranks.world_size} ranks"
         loop.say(f"{session.directory.path}: {rows}")
         for note in datasets.notes:
             loop.say(note)
         batches = prefetch(
-            lambda step: datasets.train.batch(step, ranks.rank, ranks.size).to(ranks.device, dtype),
+            lambda step: datasets.train.batch(step, ranks.rank, ranks.world_size).to(ranks.device, dtype),
             loop.first_step,
             loop.last_step,
         )

@@ -1,11 +1,11 @@
-"""python -m unisono_models.training {reproduce,compare} ..."""
+"""The commands for runs of all models: `python -m unisono_models.training COMMAND ...`."""
 
 from unisono_models.training.commands import run_command
 
-run_command(
-    "unisono_models.training",
-    {
-        "reproduce": ("unisono_models.training.run.reproduce", "Repeat a run from its directory and compare the numbers."),
-        "compare": ("unisono_models.training.run.compare", "Print the metrics of several finished runs as one table."),
-    },
-)
+COMMANDS = {
+    "reproduce": ("unisono_models.training.run.reproduce", "Repeat a run from its directory and compare the numbers."),
+    "compare": ("unisono_models.training.run.compare", "Print the metrics of several finished runs as one table."),
+}
+
+if __name__ == "__main__":
+    run_command("unisono_models.training", COMMANDS)

@@ -1,1 +1,1 @@
-"""Pictures with captions, from wherever they are."""
+"""Datasets of images and captions: readers of files, the emoji, and the loader."""

@@ -1,105 +1,120 @@
-"""What a model is tested on."""
+"""What a dataset is to clip: data to train on, tests, and a gallery to search. Datasets are registered by name.
+
+A built-in dataset is registered exactly like your own:
+
+    @DATASETS.register("mine")
+    class MyDataset(ClipDataset):
+        def build(self, *, size, seed, ranks):
+            return ClipData(train=..., captions=..., captions_complete=True, tests={"held_out": RetrievalTest(...)})
+
+    main(["emoji", "--data.source", "mine"])  # unisono_models.clip.train.main
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import overload
+
+from PIL import Image
 
 from unisono_models.clip.config import DataConfig
-from unisono_models.clip.data.emoji import emoji_splits
-from unisono_models.clip.data.files import open_pairs, split_pairs
 from unisono_models.clip.data.pairs import CaptionedPairs, Pairs
-from unisono_models.datasets.emoji.concepts import ARTISTS, list_emoji
-from unisono_models.datasets.emoji.groups import GROUPS
-from unisono_models.datasets.emoji.images import load_emoji_images
+from unisono_models.datasets.registry import Registry
 from unisono_models.training.distributed.launch import Ranks
-from unisono_models.training.distributed.object_collectives import raise_together
 
 
 @dataclass(frozen=True)
-class TestSet:
-    """Pairs that were not trained on, and what can be asked of them."""
-
-    __test__ = False  # pytest takes classes of such a name for its own
+class RetrievalTest:
+    """Pairs that were not trained on, and the tasks that they allow."""
 
     pairs: CaptionedPairs
     """For text to image and image to text."""
     queries: Pairs | None = None
-    """For image to image: other pictures of the same concepts, row by row those of `pairs`."""
+    """For image to image: other images of the same concepts, in the same order as `pairs`."""
     classes: tuple[str, ...] = ()
-    """For zero-shot classification: names of classes."""
+    """For zero-shot classification: the names of the classes."""
     class_of: Mapping[int, int] = field(default_factory=dict)
-    """The class, a place in `classes`, of each concept."""
-
-
-CAPTIONS = 200_000  # as many are enough to train a tokenizer on
+    """From each concept to its class, an index into `classes`."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """What there is to learn from and to be tested on."""
+class ClipData:
+    """The data of a run."""
 
-    train: Pairs
+    train: CaptionedPairs
     captions: Sequence[str]
-    """Of what is trained on, or of some of it. Users' data is read for them only by ranks that look: see SpreadCaptions."""
-    complete: bool
-    """Whether `captions` are all that training will meet."""
-    tests: dict[str, TestSet]
+    """Captions to train a tokenizer on: those of `train`, or a sample of them."""
+    captions_complete: bool
+    """Whether `captions` has every caption of `train`, so that their features can be cached."""
+    tests: dict[str, RetrievalTest]
     weights: Sequence[float] | None = None
-    """How often each pair of `train` comes. None: alike."""
+    """How often each pair of `train` comes in an epoch. None: each comes once."""
     notes: tuple[str, ...] = ()
-    """Licences and damages, for the report."""
+    """Licences and damage, for the report."""
 
 
-class SpreadCaptions(Sequence[str]):
-    """The captions of at most `most` of the pairs, evenly spread: data often comes sorted, and its first pairs are alike.
+@dataclass(frozen=True)
+class GalleryItem:
+    """One image of a gallery."""
 
-    They are read when one is first asked for, and kept. Of all ranks only the one that trains a tokenizer has a use for them,
-    unless the text tower is frozen; and in a run that has its tokenizer none.
-    """
-
-    def __init__(self, pairs: CaptionedPairs, most: int) -> None:
-        self._pairs, self._count = pairs, min(len(pairs), most)
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, place: int) -> str: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
-    def __getitem__(self, place: int | slice) -> str | list[str]:
-        return self._texts[place]
-
-    @cached_property
-    def _texts(self) -> list[str]:
-        return self._pairs.captions([len(self._pairs) * place // self._count for place in range(self._count)])
+    label: str
+    """Its name or caption."""
+    group: int
+    """Images with the same number show the same thing. A search finds them together."""
+    emoji: str = ""
+    """The character that it shows, if it shows one."""
+    vendor: str = ""
+    """Who drew it, if there are several."""
+    toned: bool = False
+    """Whether it is a variant by skin tone."""
 
 
-def open_source(config: DataConfig, *, size: int, seed: int, ranks: Ranks) -> Source:
-    """Open the data on all ranks together. Emoji are rendered by one rank of each host, once, and kept in the user's cache."""
-    if config.source == "emoji":
-        return _open_emoji(config, size, ranks)
-    pairs = open_pairs(config.source, image=config.image, caption=config.caption, concept=config.concept)
-    train, held_out = split_pairs(pairs, config.held_out, seed)
-    captions = SpreadCaptions(train, CAPTIONS)
-    return Source(train, captions, len(captions) == len(train), {"held_out": TestSet(held_out)}, notes=train.notes)
+@dataclass(frozen=True)
+class GalleryImages:
+    """The images that the search commands look through."""
+
+    pairs: CaptionedPairs
+    key: str
+    """Identifies the images, so that cached features are not taken for those of other data."""
+    items: Callable[[Sequence[int]], Sequence[GalleryItem]]
+    """From indices of `pairs` to what is shown of each."""
+    draw: Callable[[int, int], Image.Image] | None = None
+    """Draws the image at an index in a size. None: it is read from `pairs`."""
+    credits: tuple[str, ...] = ()
+    """Whose the images are."""
 
 
-def _open_emoji(config: DataConfig, size: int, ranks: Ranks) -> Source:
-    with raise_together("open_source"):
-        if ranks.local_rank == 0:
-            load_emoji_images(size)
-    with raise_together("open_source"):
-        splits = emoji_splits(config.split, languages=config.languages, words=config.words)
-        load_emoji_images(size)
-    classes = {concept.id: GROUPS.index(concept.group) for concept in list_emoji()[0]}
-    tests = {name: TestSet(test.pairs, test.queries, GROUPS, classes) for name, test in splits.tests.items()}
-    captions = [caption for _, caption in splits.train.rows]
-    weights = None
-    if config.toned < 1:
-        weights = [config.toned if splits.train.concept(row).toned else 1.0 for row in range(len(splits.train))]
-    notes = tuple(f"{art.name}, {art.licence}, {art.source}" for art in ARTISTS.values())
-    return Source(splits.train, captions, True, tests, weights, notes)
+class ClipDataset(ABC):
+    """A dataset that `--data.source` names. `config`: the run's options of the data."""
+
+    example_queries: tuple[str, ...] = ()
+    """Searches that the report of a run shows. Without any the report has no search."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def build(self, *, size: int, seed: int, ranks: Ranks) -> ClipData:
+        """Open the data, with images of `size` pixels. All ranks call it together."""
+
+    def gallery(self, *, size: int, limit: int = 20_000) -> GalleryImages:
+        """Open the images to search, at most about `limit` of them. `size`: the pixels that the model sees.
+
+        Raises: ValueError or OSError if they cannot be opened here.
+        """
+        raise ValueError(f"the dataset {self.config.source!r} has no gallery to search")
+
+
+DATASETS: Registry[Callable[[DataConfig], ClipDataset]] = Registry("clip")
+
+
+def open_dataset(config: DataConfig) -> ClipDataset:
+    """Make the dataset that is registered as `config.source`, or one of the files at that path."""
+    # Here, because these modules need the classes above.
+    import unisono_models.clip.data.emoji  # noqa: F401  # registers itself
+    from unisono_models.clip.data.files import FileDataset
+
+    if config.source in DATASETS:
+        return DATASETS[config.source](config)
+    return FileDataset(config)

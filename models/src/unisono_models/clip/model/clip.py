@@ -1,4 +1,4 @@
-"""The model: two towers into one space, as one file of weights, one of settings and one of the tokenizer."""
+"""The model: two towers that map to one feature space. Saved as files of weights, of the config and of the tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from unisono_models.clip.config import ClipConfig
-from unisono_models.clip.data.images import fit_picture
+from unisono_models.clip.data.decode import crop_square
 from unisono_models.clip.model.tokenizer import CaptionTokenizer
 from unisono_models.clip.model.towers import ImageTower, TextTower
 from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
@@ -28,12 +28,12 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 class Clip(nn.Module):
-    """Pictures and captions to features of unit length, whose dot products say how well they fit.
+    """Maps images and captions to unit features. Their dot products say how well an image and a caption match.
 
     Example:
         clip = Clip.from_pretrained("runs/clip-emoji/export")
-        pictures = clip.encode_images([Image.open("heart.png"), Image.open("dog.png")])
-        (clip.encode_texts(["a red heart"]) @ pictures.T).softmax(1)
+        images = clip.encode_images([Image.open("heart.png"), Image.open("dog.png")])
+        (clip.encode_texts(["a red heart"]) @ images.T).softmax(1)
     """
 
     def __init__(self, config: ClipConfig, tokenizer: CaptionTokenizer) -> None:
@@ -41,66 +41,73 @@ class Clip(nn.Module):
         self.config, self.tokenizer = config, tokenizer
         self.image = ImageTower(config.image, config.width)
         self.text = TextTower(config.text, config.width, vocabulary=tokenizer.vocabulary)
-        replace_dropout(self)  # once for both towers: a layer's masks go by its full name
-        self.scale, self.bias = 1.0, 0.0  # of the logits, as learned: set when the model is exported
+        replace_dropout(self)  # once for both towers: the masks of a layer depend on its full name
+        self.scale = 1.0  # the learned scale and bias of the logits, set when the model is exported
+        self.bias = 0.0
 
     @torch.inference_mode()
     def encode_images(self, images: Tensor | Sequence[Image.Image]) -> Tensor:
-        """Features of pictures: uint8 of shape (n, 3, height, width), or of Pillow. Of any size; cropped to a square."""
+        """Encode images: uint8 (n, 3, height, width), or a list of Pillow images. They are cropped to squares and scaled."""
         size = self.config.image.size
         if isinstance(images, Image.Image):
-            raise TypeError("encode_images: images: got one picture, must be a list of pictures")
+            raise TypeError("encode_images: images: got one image, must be a list of images")
         if not isinstance(images, Tensor):
-            images = _squares(images, size)
+            images = _crop_squares(images, size)
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
             raise ValueError(
                 f"encode_images: images: expected uint8 of shape (n, 3, h, w), got {images.dtype} {tuple(images.shape)}"
             )
         if images.shape[2:] != (size, size):
-            images = _squares([Image.fromarray(x.permute(1, 2, 0).cpu().numpy()) for x in images], size)
+            images = _crop_squares([Image.fromarray(x.permute(1, 2, 0).cpu().numpy()) for x in images], size)
         parameter = next(self.parameters())
         return F.normalize(self.image(images.to(parameter.device, parameter.dtype) / 255), dim=1)
 
     @torch.inference_mode()
     def encode_texts(self, captions: Sequence[str]) -> Tensor:
-        """Features of captions."""
+        """Encode captions."""
         if isinstance(captions, str):
             raise TypeError(f"encode_texts: captions: got one string, {captions!r}, must be a list of strings")
         return F.normalize(self.text(self.tokenizer(captions).to(next(self.parameters()).device)), dim=1)
 
     def save_pretrained(self, folder: Path | str) -> None:
-        """Write the weights (safetensors), the settings and the tokenizer: all that from_pretrained needs."""
+        """Write the weights (safetensors), the config and the tokenizer: all that from_pretrained needs."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_file({k: v.contiguous() for k, v in self.state_dict().items()}, folder / "model.safetensors")
         settings = {"model": config_to_json(self.portable_config()), "scale": self.scale, "bias": self.bias}
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         (folder / "tokenizer.json").write_text(self.tokenizer.to_json(), encoding="utf-8")
-        copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes it for nobody else to read
+        copymode(folder / "config.json", folder / "model.safetensors")  # safetensors makes it readable for its owner only
 
     def portable_config(self) -> ClipConfig:
-        """The config of the same model without the places that its first weights came from."""
+        """Return the config without the paths and packages that the initial weights came from."""
         trunk: Any = self.text.trunk
         fields = json.loads(trunk.config.to_json_string(use_diff=False))
-        fields = {key: value for key, value in fields.items() if key not in ("_name_or_path", "dtype")}  # those of the first
+        fields = {
+            key: value for key, value in fields.items() if key not in ("_name_or_path", "dtype")
+        }  # of the initial weights
         text = replace(self.config.text, model="", config=fields)
         return replace(self.config, image=replace(self.config.image, pretrained=""), text=text)
 
     @classmethod
     def from_pretrained(cls, name: Path | str, *, revision: str | None = None) -> Clip:
-        """A model from a folder, or from a repository of the Hugging Face hub if there is no such folder.
+        """Load a model from a folder, or from a repository of the Hugging Face hub if there is no such folder.
 
-        In eval mode, and in float32 whatever it was saved in.
+        The model is in eval mode and in float32, whatever its dtype was when it was saved.
         """
         folder = Path(name)
         if not folder.is_dir():
-            folder = _downloaded(str(name), revision)
+            folder = _download(str(name), revision)
         missing = [file for file in FILES if not (folder / file).is_file()]
         if missing:
-            raise FileNotFoundError(f"Clip.from_pretrained: {folder}: no {', '.join(missing)}; save_pretrained writes {FILES}")
+            raise FileNotFoundError(
+                f"Clip.from_pretrained: {folder}: there is no {', '.join(missing)}; save_pretrained writes {FILES}"
+            )
         settings = read_json(folder / "config.json")
         if not isinstance(settings, dict) or not {"model", "scale", "bias"} <= settings.keys():
-            raise ValueError(f"Clip.from_pretrained: {folder / 'config.json'}: not of a Clip, but of another model")
+            raise ValueError(
+                f"Clip.from_pretrained: {folder / 'config.json'}: this is the config of another model, not of a Clip"
+            )
         with _reading(folder / "config.json"):
             config = config_from_json(ClipConfig, settings["model"])
         with _reading(folder / "tokenizer.json") as file:
@@ -112,7 +119,7 @@ class Clip(nn.Module):
         return clip.eval()
 
     def push_to_hub(self, repository: str, *, private: bool = True) -> None:
-        """Upload the files of save_pretrained to the Hugging Face hub. from_pretrained(repository) brings them back."""
+        """Upload the files of save_pretrained to the Hugging Face hub. from_pretrained(repository) loads them."""
         from tempfile import TemporaryDirectory
 
         from huggingface_hub import HfApi
@@ -123,15 +130,15 @@ class Clip(nn.Module):
             try:
                 api.create_repo(repository, private=private, exist_ok=True)
                 api.upload_folder(repo_id=repository, folder_path=folder)
-            except Exception as error:  # as in _downloaded
-                raise OSError(f"Clip.push_to_hub: {repository}: the hub does not take it: {error}") from error
+            except Exception as error:  # as in _download
+                raise OSError(f"Clip.push_to_hub: {repository}: the upload to the hub failed: {error}") from error
 
 
-def _squares(pictures: Sequence[Image.Image], size: int) -> Tensor:
-    for picture in pictures:
-        if not isinstance(picture, Image.Image):
-            raise TypeError(f"encode_images: images: {type(picture).__name__} among them, must be pictures of Pillow")
-    squares = [fit_picture(picture, size) for picture in pictures]
+def _crop_squares(images: Sequence[Image.Image], size: int) -> Tensor:
+    for image in images:
+        if not isinstance(image, Image.Image):
+            raise TypeError(f"encode_images: images: one is a {type(image).__name__}, must be Pillow images")
+    squares = [crop_square(image, size) for image in images]
     return torch.stack(squares) if squares else torch.zeros(0, 3, size, size, dtype=torch.uint8)
 
 
@@ -140,18 +147,20 @@ def _reading(file: Path) -> Iterator[Path]:
     try:
         yield file
     except (ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"Clip.from_pretrained: {file}: damaged, or not its own: {error}") from error
+        raise ValueError(f"Clip.from_pretrained: {file}: damaged, or the file of another model: {error}") from error
 
 
-def _downloaded(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
     except HFValidationError as error:
-        raise FileNotFoundError(f"Clip.from_pretrained: {name}: no such folder, nor a name of the hub ({error})") from error
+        raise FileNotFoundError(
+            f"Clip.from_pretrained: {name}: there is no such folder, and it is not a name on the hub ({error})"
+        ) from error
     except Exception as error:  # the client's errors for "no such" and "cannot reach" have no common class
         raise FileNotFoundError(
-            f"Clip.from_pretrained: {name}: no such folder, and the hub does not give it: {error}"
+            f"Clip.from_pretrained: {name}: there is no such folder, and it cannot be downloaded from the hub: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Captions to tokens."""
+"""The tokenizer: from captions to tokens."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from unisono_models.training.distributed.object_collectives import broadcast_obj
 
 
 class CaptionTokenizer:
-    """A tokenizer that gives tensors as the text tower wants them: int64, (n, longest), padded with -1.
+    """Maps captions to the tokens that the text tower takes: int64, (n, longest), padded with -1.
 
-    Holds a `tokenizers.Tokenizer`, as every fast tokenizer of transformers does.
+    It wraps a `tokenizers.Tokenizer`, like every fast tokenizer of transformers.
     """
 
     def __init__(self, tokenizer: Any, *, tokens: int) -> None:
         self.tokenizer, self.tokens = tokenizer, tokens
         special = tokenizer.num_special_tokens_to_add(False)
-        if tokens <= special:  # the tokenizer would truncate nothing, and not say so
-            raise ValueError(f"text.tokens: {tokens} leave no room for words beside the {special} that mark the ends")
+        if tokens <= special:  # the tokenizer would silently truncate nothing
+            raise ValueError(
+                f"text.tokens: {tokens} leaves no room for words besides the {special} special tokens that mark the ends"
+            )
         tokenizer.no_padding()
         tokenizer.enable_truncation(tokens)
 
@@ -43,7 +45,7 @@ class CaptionTokenizer:
 
     @property
     def mask_token(self) -> int:
-        """The id of [MASK], which masked language modelling puts in place of tokens."""
+        """The id of [MASK], with which masked language modelling replaces tokens."""
         found = self.tokenizer.token_to_id("[MASK]")
         if found is None:
             found = self.tokenizer.token_to_id("<mask>")
@@ -62,31 +64,32 @@ class CaptionTokenizer:
         try:
             tokenizer = Tokenizer.from_str(text)
         except Exception as error:  # it raises no other class
-            raise ValueError(f"CaptionTokenizer.from_json: not a tokenizer: {error}") from error
+            raise ValueError(f"CaptionTokenizer.from_json: this is not a tokenizer: {error}") from error
         return cls(tokenizer, tokens=tokens)
 
 
 def make_tokenizer(config: TextConfig, captions: Iterable[str]) -> CaptionTokenizer:
-    """The tokenizer that comes with the text model, or one trained on `captions`.
+    """Load the tokenizer that comes with the text model, or train one on `captions`.
 
-    The same captions give the same tokenizer, on this version of `tokenizers`: so a run keeps its own, see shared_tokenizer.
+    The same captions give the same tokenizer with the same version of `tokenizers`. So a run saves its own: see
+    load_or_make_tokenizer.
     """
     if config.tokenizer == "model":
         if not config.model:
-            raise ValueError("text.tokenizer=model needs a text.model to take it from")
+            raise ValueError("text.tokenizer=model needs a text.model that it comes with")
         from transformers import AutoTokenizer
 
         theirs = AutoTokenizer.from_pretrained(find_transformers_folder(config.model))
-        if set(theirs.get_vocab()) <= set(theirs.all_special_tokens):  # what transformers gives if there is none
-            raise ValueError(f"text.model {config.model}: no tokenizer comes with it; say text.tokenizer=captions")
+        if set(theirs.get_vocab()) <= set(theirs.all_special_tokens):  # what transformers returns if there is none
+            raise ValueError(f"text.model {config.model}: it has no tokenizer; use text.tokenizer=captions")
         return CaptionTokenizer(theirs.backend_tokenizer, tokens=config.tokens)
-    return CaptionTokenizer(_trained(captions, config.vocabulary), tokens=config.tokens)
+    return CaptionTokenizer(_train_tokenizer(captions, config.vocabulary), tokens=config.tokens)
 
 
-def _trained(captions: Iterable[str], vocabulary: int) -> Any:
+def _train_tokenizer(captions: Iterable[str], vocabulary: int) -> Any:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-    # Not WordPiece, as BERT has it: its trainer numbers the pieces within words in the order of a random hash.
+    # Not WordPiece as in BERT: its trainer numbers the pieces in the order of a random hash, which differs between processes.
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), pre_tokenizers.Metaspace()])
@@ -101,13 +104,13 @@ def _trained(captions: Iterable[str], vocabulary: int) -> Any:
     return tokenizer
 
 
-def shared_tokenizer(config: TextConfig, captions: Iterable[str], path: Path, ranks: Ranks) -> CaptionTokenizer:
-    """The tokenizer of a run, the same on all ranks and after a restart: rank 0 makes it, and keeps it in `path`.
+def load_or_make_tokenizer(config: TextConfig, captions: Iterable[str], path: Path, ranks: Ranks) -> CaptionTokenizer:
+    """Load the tokenizer of a run from `path`, or make and save it there. All ranks call it together and get the same one.
 
-    `captions` are looked at by rank 0 alone, and only where a tokenizer is to be trained.
+    Only rank 0 reads `captions`, and only if a tokenizer must be trained.
     """
     text = ""
-    with raise_together("shared_tokenizer"):
+    with raise_together("load_or_make_tokenizer"):
         if ranks.first:
             if not path.exists():
                 atomic_write(path, make_tokenizer(config, captions).to_json())

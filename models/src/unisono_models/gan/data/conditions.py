@@ -16,7 +16,7 @@ from unisono.collectives import all_gather
 from unisono_models.datasets.package_files import find_transformers_folder
 from unisono_models.gan.config import Condition, DataConfig
 from unisono_models.gan.data.images import ImageDataset, RawImageDataset
-from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.launch import Ranks, shard_range
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.run.log import show_progress
 
@@ -170,11 +170,11 @@ def encode_captions(
     distinct = sorted(set(captions), key=lambda text: (len(text), text))  # similar lengths need little padding
     starts = range(0, len(distinct), _CAPTIONS_PER_FORWARD)
     groups = [distinct[start : start + _CAPTIONS_PER_FORWARD] for start in starts]
-    first, last = (len(groups) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
-    aloud = ranks.first and last - first >= _SHOW_PROGRESS_FROM
+    share = shard_range(len(groups), ranks.rank, ranks.world_size)
+    aloud = ranks.first and len(share) >= _SHOW_PROGRESS_FROM
     with raise_together("encode_captions"):
         encoded = []
-        for group in show_progress(groups[first:last], "captions, 64 at a time", aloud=aloud):
+        for group in show_progress(groups[share.start : share.stop], "captions, 64 at a time", aloud=aloud):
             encoded.append(encoder(group).cpu())
             if beat is not None:
                 beat()

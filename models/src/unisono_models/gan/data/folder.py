@@ -27,7 +27,7 @@ from unisono_models.datasets.images import (
 )
 from unisono_models.datasets.skip_report import SkippedSample, SkipReport
 from unisono_models.gan.data.images import ImageDataset, RawImageDataset, fit_square
-from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.launch import Ranks, shard_range
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.run.log import show_progress
 
@@ -100,11 +100,11 @@ def read_folder(
         captions = read_captions(root, listing.metadata_folders)
     check_same_files([root / name for name in listing.names], source=str(root), what="read_folder")
     total = len(listing.names)
-    first, last = (total * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
+    share = shard_range(total, ranks.rank, ranks.world_size)
     skipped = SkipReport(what="images", place="file")
     with raise_together("read_folder"):
-        decoded, decoded_indices, broken = _read_files(root, listing.names, range(first, last), size, colour, beat, ranks.first)
-        skipped.count(last - first, broken)
+        decoded, decoded_indices, broken = _read_files(root, listing.names, share, size, colour, beat, ranks.first)
+        skipped.count(len(share), broken)
     pixels = all_gather(decoded)
     indices = all_gather(decoded_indices)
     notes: tuple[str, ...] = (skipped.report(),) if len(indices) < total else ()
@@ -113,7 +113,7 @@ def read_folder(
     try:
         skipped.check(max_broken, at_least=1)
     except ValueError as error:
-        raise ValueError(f"data.source={root}: {error} (--data.max-broken)") from None
+        raise ValueError(f"data.source={root}: {error}") from None
     kept = indices.tolist()
     labels, classes = _number_classes([listing.classes[index] for index in kept])
     if lost := sorted({name for name in listing.classes if name is not None} - set(classes)):

@@ -39,7 +39,7 @@ class BatchLoader:
 
     images: ImageDataset
     condition: Condition
-    order: StepSampler
+    sampler: StepSampler
     noise: int
     """Dimension of the noise."""
     seed: int
@@ -49,8 +49,8 @@ class BatchLoader:
     def at(self, step: int) -> Batch:
         """Return this rank's rows of `step`."""
         device = self.ranks.device
-        batch_indices = self.order.at(step)
-        slices = batch_indices.tensor_split(self.ranks.size)
+        batch_indices = self.sampler.at(step)
+        slices = batch_indices.tensor_split(self.ranks.world_size)
         sizes = tuple(len(rows) for rows in slices)
         indices = slices[self.ranks.rank]
         first = sum(sizes[: self.ranks.rank])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from unisono.collectives import Group
-from unisono_models.training.distributed.object_collectives import all_gather_object, format_by_rank
+from unisono_models.training.distributed.object_collectives import validate_on_all_ranks
 
 
 def validate_features(function: str, problem: str = "", *, group: Group = None, **features: Tensor) -> dict[str, int]:
@@ -28,14 +28,9 @@ def validate_features(function: str, problem: str = "", *, group: Group = None, 
     layout = "" if problem else ", ".join(f"{name}: {x.dtype}, width {x.shape[1]}" for name, x in features.items())
     if not problem and len({(x.dtype, x.shape[1]) for x in features.values()}) > 1:
         problem = f"expected features of one dtype and width, got {layout}"
-    rows = [] if problem else [len(x) for x in features.values()]
-    all_ranks = all_gather_object([problem, layout, rows], group=group)
-    if any(theirs for theirs, _, _ in all_ranks):
-        raise ValueError(f"{function}: {format_by_rank({rank: theirs for rank, (theirs, _, _) in enumerate(all_ranks)})}")
-    if len({theirs for _, theirs, _ in all_ranks}) > 1:
-        layouts = format_by_rank({rank: theirs for rank, (_, theirs, _) in enumerate(all_ranks)})
-        raise ValueError(f"{function}: features must have one dtype and width on all ranks; {layouts}")
-    return {name: sum(theirs[index] for _, _, theirs in all_ranks) for index, name in enumerate(features)}
+    counts = [] if problem else [len(x) for x in features.values()]
+    all_counts = validate_on_all_ranks(function, problem, same=layout, value=counts, group=group)
+    return {name: sum(counts[index] for counts in all_counts) for index, name in enumerate(features)}
 
 
 def tile_problem(tile: object) -> str:

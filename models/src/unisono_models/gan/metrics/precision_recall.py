@@ -30,12 +30,13 @@ def neighbour_radii(features: Tensor, *, k: int = 3, tile: int = 500, group: Gro
     ring = Ring([features], group=group)
     for rank, (block,) in ring:
         for start in range(0, len(features), tile):
-            rows, best = features[start : start + tile], nearest[start : start + tile]
+            rows = features[start : start + tile]
+            best = nearest[start : start + tile]
             for first in range(0, len(block), tile):
-                found = _distances(rows, block[first : first + tile])
+                distances = _distances(rows, block[first : first + tile])
                 if rank == ring.ranks.rank and first == start:
-                    found.fill_diagonal_(torch.inf)
-                best.copy_(torch.cat([best, found], 1).topk(k, largest=False).values)
+                    distances.fill_diagonal_(torch.inf)  # a row is not its own neighbour
+                best.copy_(torch.cat([best, distances], 1).topk(k, largest=False).values)
     return nearest.amax(1)
 
 

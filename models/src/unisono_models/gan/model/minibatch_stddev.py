@@ -25,7 +25,7 @@ class MinibatchStddev(nn.Module):
 
     def __init__(self, group_size: int, *, group: Group = None) -> None:
         super().__init__()
-        _check_group_size(group_size)
+        _validate_group_size(group_size)
         self.group_size = group_size
         self.group = group
 
@@ -54,37 +54,40 @@ def minibatch_stddev(
         >>> minibatch_stddev(torch.tensor([[1.0], [3.0], [5.0]]), group_size=2)
         tensor([1.0000e+00, 1.0000e+00, 1.0000e-04])
     """
-    _check_group_size(group_size)
+    _validate_group_size(group_size)
     ranks = resolve_group(group)
     x, sizes = resolve_sizes("minibatch_stddev", x, 0, sizes, ranks, same=f"group_size={group_size}")
     ends = [0, *accumulate(sizes)]
-    total, first, last = ends[-1], ends[ranks.rank], ends[ranks.rank + 1]
-    straddling = sorted({end // group_size for end in ends if end % group_size and end < total})
-    here = range(first // group_size, -(-last // group_size)) if len(x) else range(0)  # the groups of this rank
-    rows = torch.arange(first, last, device=x.device) // group_size - here.start  # for each row, its group's index in `here`
-    counts = (total - torch.arange(here.start, here.stop, device=x.device) * group_size).clamp(max=group_size)
+    total = ends[-1]
+    first, last = ends[ranks.rank], ends[ranks.rank + 1]
+    straddling = sorted({end // group_size for end in ends if end % group_size and end < total})  # groups on several ranks
+    groups = range(first // group_size, -(-last // group_size)) if len(x) else range(0)  # groups of this rank
+    group_of_row = torch.arange(first, last, device=x.device) // group_size - groups.start  # index in `groups`
+    counts = (total - torch.arange(groups.start, groups.stop, device=x.device) * group_size).clamp(max=group_size)
     counts = counts.view(-1, *(1,) * (x.ndim - 1))
     # This rank's first and last group may straddle. They are selected by ranges: a list would have to be copied to x's device,
     # which makes the host wait.
-    mine = [number - here.start for number in straddling if number in here]
-    own = torch.arange(mine[0], mine[-1] + 1, max(1, mine[-1] - mine[0]), device=x.device) if mine else rows[:0]
-    before = sum(number < here.start for number in straddling)
-    places = torch.arange(before, before + len(mine), device=x.device)
+    shared = [number - groups.start for number in straddling if number in groups]
+    in_groups = group_of_row[:0]
+    if shared:
+        in_groups = torch.arange(shared[0], shared[-1] + 1, max(1, shared[-1] - shared[0]), device=x.device)
+    before = sum(number < groups.start for number in straddling)
+    in_straddling = torch.arange(before, before + len(shared), device=x.device)
 
     def sum_groups(values: Tensor) -> Tensor:
         """Sum over the groups of this rank, including the rows that other ranks hold."""
-        sums = values.new_zeros(len(here), *values.shape[1:]).index_add(0, rows, values)
+        sums = values.new_zeros(len(groups), *values.shape[1:]).index_add(0, group_of_row, values)
         if not straddling:
             return sums
-        parts = values.new_zeros(len(straddling), *values.shape[1:]).index_copy(0, places, sums[own])
-        return sums.index_copy(0, own, all_reduce(parts, group=group)[places])
+        partial = values.new_zeros(len(straddling), *values.shape[1:]).index_copy(0, in_straddling, sums[in_groups])
+        return sums.index_copy(0, in_groups, all_reduce(partial, group=group)[in_straddling])
 
     means = sum_groups(x) / counts
-    squares = (x - means[rows]).square()
+    squares = (x - means[group_of_row]).square()
     deviations = (sum_groups(squares) / counts + eps).sqrt()
-    return deviations.flatten(1).mean(1)[rows]
+    return deviations.flatten(1).mean(1)[group_of_row]
 
 
-def _check_group_size(group_size: int) -> None:
+def _validate_group_size(group_size: int) -> None:
     if group_size < 1:
         raise ValueError(f"minibatch_stddev: group_size={group_size}: must be at least 1")

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from unisono_models.recommender.config import Config
 from unisono_models.recommender.data.dataset import build_datasets
 from unisono_models.recommender.evaluate import Evaluator
-from unisono_models.recommender.export import (
+from unisono_models.recommender.loss import build_training_module
+from unisono_models.recommender.model.export import (
     FILES,
     WEIGHTS_FILE,
     dtype_of_weights,
@@ -22,7 +23,6 @@ from unisono_models.recommender.export import (
     read_data_config,
     read_vocabularies,
 )
-from unisono_models.recommender.loss import build_training_module
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 from unisono_models.training.distributed.object_collectives import RanksError, raise_together
 from unisono_models.training.run.run_directory import find_run

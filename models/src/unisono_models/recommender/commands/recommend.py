@@ -14,7 +14,7 @@ from torch import Tensor
 from unisono_models.recommender.config import Config
 from unisono_models.recommender.data.dataset import build_datasets
 from unisono_models.recommender.data.ratings import UNKNOWN, Ratings, read_titles
-from unisono_models.recommender.export import FILES, ExportedModel, read_data_config, read_export
+from unisono_models.recommender.model.export import FILES, ExportedModel, read_data_config, read_export
 from unisono_models.recommender.model.two_tower import TwoTower
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.run.run_directory import RunError, find_run

@@ -9,11 +9,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from unisono.collectives.sizes import even_sizes
 from unisono.embedding import Ragged
 from unisono.embedding.hashing import splitmix64
 from unisono_models.recommender.data.batch import Batch, Ids, empty_batch
 from unisono_models.recommender.data.features import Feature
+from unisono_models.training.distributed.launch import shard_range
 from unisono_models.training.randomness import make_generator
 
 IdEncoding = Literal["hashed", "mapped"]
@@ -83,10 +83,12 @@ class ChunkOrder:
         """
         if not self.rows:
             raise ValueError(f"ChunkOrder.slices: step={step}: there are {len(self._sizes)} chunks without any row")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"ChunkOrder.slices: rank={rank} must be at least 0 and less than world_size={world_size}")
         epoch, number = divmod(step, self.steps_per_epoch)
         first = number * self._batch
-        start, stop = rank_range(self.size_of(step), rank, world_size)
-        return self.cut(first + start, first + stop, epoch=epoch)
+        share = shard_range(self.size_of(step), rank, world_size)
+        return self.cut(first + share.start, first + share.stop, epoch=epoch)
 
     def cut(self, start: int, stop: int, *, epoch: int) -> list[tuple[int, int, int]]:
         """Rows `start` to `stop` of an epoch, as (chunk, start, stop)."""
@@ -182,10 +184,10 @@ class StreamingDataset:
     def scan(self, rank: int, world_size: int, rows: int = 8192) -> Iterator[Batch]:
         if rows < 1:
             raise ValueError(f"StreamingDataset.scan: rows={rows} must be at least 1")
-        first, last = rank_range(self.rows, rank, world_size)
-        longest_share = rank_range(self.rows, 0, world_size)[1]
-        for start in range(first, first + max(longest_share, 1), rows):
-            yield self._read(self._in_order.cut(start, min(start + rows, last), epoch=0))
+        share = shard_range(self.rows, rank, world_size)
+        longest_share = len(shard_range(self.rows, 0, world_size))
+        for start in range(share.start, share.start + max(longest_share, 1), rows):
+            yield self._read(self._in_order.cut(start, min(start + rows, share.stop), epoch=0))
 
     def _read(self, slices: Sequence[tuple[int, int, int]]) -> Batch:
         if not slices:
@@ -195,20 +197,6 @@ class StreamingDataset:
             return batch
         rows = {feature.name: feature.rows for feature in self._features if feature.kind != "number"}
         return replace(batch, ids={name: hash_ids(ids, rows=rows[name]) for name, ids in batch.ids.items()})
-
-
-def rank_range(rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The first row of a rank's contiguous share, and the row after its last, as torch.tensor_split divides them.
-
-    Example:
-        >>> [rank_range(5, rank, 3) for rank in range(3)]
-        [(0, 2), (2, 4), (4, 5)]
-    """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank_range: rank={rank} must be at least 0 and less than world_size={world_size}")
-    sizes = even_sizes(rows, world_size)
-    start = sum(sizes[:rank])
-    return start, start + sizes[rank]
 
 
 def hash_ids(ids: Ids, *, rows: int) -> Ids:

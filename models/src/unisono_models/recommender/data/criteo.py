@@ -21,9 +21,8 @@ from unisono.collectives.groups import resolve_group
 from unisono_models.datasets.file_patterns import PACKED, check_same_files
 from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.batch import Batch, Ids
-from unisono_models.recommender.data.chunks import rank_range
 from unisono_models.recommender.data.features import Feature
-from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.launch import shard_range
 from unisono_models.training.distributed.object_collectives import raise_together
 
 INTEGER_COLUMNS = tuple(f"I{number}" for number in range(1, 14))
@@ -152,15 +151,12 @@ class LineIndex:
         return ChunkLocation(file, int(self.starts[chunk]), stop, line)
 
 
-def index_lines(paths: Sequence[Path], *, lines_per_chunk: int = 512, ranks: Ranks | None = None) -> LineIndex:
+def index_lines(paths: Sequence[Path], *, lines_per_chunk: int = 512) -> LineIndex:
     """Count the lines of all `paths` and divide them into chunks. All ranks call; each reads a share of the bytes, once.
 
     A chunk has `lines_per_chunk` lines, and fewer at the end of a file and at the end of each 64 MiB of it, so that no rank
     needs to know what another has counted. The chunks do not depend on the number of ranks. The last line of a file may lack
     its newline; an empty file has no lines. Memory: 16 bytes for each chunk.
-
-    Args:
-        ranks: None: the ranks of the default process group, or one.
 
     Raises: ValueError for compressed files, or if ranks see different files. RanksError on all ranks if one cannot read.
 
@@ -180,7 +176,7 @@ def index_lines(paths: Sequence[Path], *, lines_per_chunk: int = 512, ranks: Ran
             raise ValueError(
                 f"index_lines: {packed[0]}: a compressed file cannot be read from any line: unpack it, or convert it to parquet"
             )
-    me = ranks or resolve_group(None)
+    me = resolve_group(None)
     check_same_files(paths, source=paths, what="index_lines")
     with raise_together("index_lines"):
         sizes = [path.stat().st_size for path in paths]
@@ -189,8 +185,8 @@ def index_lines(paths: Sequence[Path], *, lines_per_chunk: int = 512, ranks: Ran
             for file, size in enumerate(sizes)
             for start in range(0, size, _SEGMENT_BYTES)
         ]
-        first, last = rank_range(len(segments), me.rank, me.size)
-        mine = [_find_chunks(paths[file], start, stop, lines_per_chunk) for file, start, stop in segments[first:last]]
+        my_segments = [segments[number] for number in shard_range(len(segments), me.rank, me.size)]
+        mine = [_find_chunks(paths[file], start, stop, lines_per_chunk) for file, start, stop in my_segments]
     chunks = all_gather(torch.cat([torch.empty((0, 2), dtype=torch.int64), *map(torch.from_numpy, mine)]))
     counts = all_gather(torch.tensor([len(found) for found in mine], dtype=torch.int64))
     file_of_segment = torch.tensor([file for file, _, _ in segments], dtype=torch.int64)

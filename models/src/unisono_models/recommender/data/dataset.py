@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from unisono_models.recommender.data.files import SUFFIXES, DatasetFiles, find_d
 from unisono_models.recommender.data.parquet import ParquetChunks
 from unisono_models.recommender.data.ratings import Ratings, Vocabulary, find_atomic_files, in_intervals, read_ratings
 from unisono_models.recommender.data.splits import split_chunks, split_groups, split_rows, validate_parts
-from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.distributed.launch import Ranks, shard_chunks
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.sampler import StepSampler
 
@@ -157,7 +156,8 @@ def _build_in_memory(
         else:
             splits = split_groups(ratings.users, config.parts, seed=config.split_seed)
         train, valid, test = (InMemoryDataset(ratings, rows, batch=config.batch, seed=seed) for rows in splits)
-    sample = ratings.batch(torch.arange(min(len(ratings), config.batch)).tensor_split(ranks.size)[ranks.rank])
+    share = ranks.shard(min(len(ratings), config.batch))
+    sample = ratings.batch(torch.arange(share.start, share.stop))
     return Datasets(ratings.features, train, valid, test, ratings=ratings, sample=sample, notes=files.notes)
 
 
@@ -171,11 +171,11 @@ def _build_streaming(config: DataConfig, files: DatasetFiles, features: Sequence
             raise ValueError(
                 f"data.parts={config.parts}: validation and test have to be of the same size where data is streamed"
             )
-    chunks = test_chunks = _open_chunks(files.source, files.format, features, config, ranks)
+    chunks = test_chunks = _open_chunks(files.source, files.format, features, config)
     with raise_together("build_datasets"):
         train, valid, test = split_chunks(chunks, config.parts[1], config.split_seed)
     if config.test:
-        test_chunks = _open_chunks(config.test, files.format, features, config, ranks)
+        test_chunks = _open_chunks(config.test, files.format, features, config)
         train = torch.cat([train, test])
         test = torch.arange(len(test_chunks.sizes))
 
@@ -185,12 +185,12 @@ def _build_streaming(config: DataConfig, files: DatasetFiles, features: Sequence
     with raise_together("build_datasets"):
         train_set, valid_set, test_set = build(chunks, train), build(chunks, valid), build(test_chunks, test)
         mapped = config.ids == "mapped"
-        sample = None if mapped else replace(train_set.batch(0, ranks.rank, ranks.size), skipped=())
+        sample = None if mapped else replace(train_set.batch(0, ranks.rank, ranks.world_size), skipped=())
     notes = dict.fromkeys(note for x in (chunks, test_chunks) for note in getattr(x, "notes", ()))
     return Datasets(features, train_set, valid_set, test_set, mapped=mapped, sample=sample, notes=(*files.notes, *notes))
 
 
-def _open_chunks(source: str, format: str, features: Sequence[Feature], config: DataConfig, ranks: Ranks) -> Chunks:
+def _open_chunks(source: str, format: str, features: Sequence[Feature], config: DataConfig) -> Chunks:
     paths: list[Path] = []
     with raise_together("build_datasets"):
         _, paths = find_files(source, kinds=dict.fromkeys(SUFFIXES[format], format), what="data.source")
@@ -198,7 +198,7 @@ def _open_chunks(source: str, format: str, features: Sequence[Feature], config: 
     if format == "parquet":
         with raise_together("build_datasets"):
             return ParquetChunks(paths, features, label=config.label, rows_per_chunk=config.chunk_rows)
-    index = index_lines(paths, lines_per_chunk=config.chunk_rows, ranks=ranks)
+    index = index_lines(paths, lines_per_chunk=config.chunk_rows)
     with raise_together("build_datasets"):
         return CriteoChunks(paths, features, index=index)
 
@@ -210,9 +210,7 @@ def split_for_rank(count: int, rank: int, world_size: int, rows: int) -> list[Te
         >>> [len(piece) for piece in split_for_rank(10, 1, 2, 3)], [len(piece) for piece in split_for_rank(1, 1, 2, 3)]
         ([3, 2], [0])
     """
-    mine = torch.arange(count).tensor_split(world_size)[rank]
-    longest = math.ceil(count / world_size)
-    return list(mine.tensor_split(max(1, math.ceil(longest / rows))))
+    return [torch.arange(piece.start, piece.stop) for piece in shard_chunks(count, rank, world_size, rows)]
 
 
 def prefetch(read: Callable[[int], Item], first: int, last: int) -> Iterator[tuple[Item, Item | None]]:

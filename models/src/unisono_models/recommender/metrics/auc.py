@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from unisono.collectives import Group, all_gather, all_to_all_single, exchange_sizes
 from unisono.collectives.groups import resolve_group
-from unisono_models.recommender.metrics.validation import validate_on_all_ranks
+from unisono_models.training.distributed.object_collectives import validate_on_all_ranks
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SAMPLES = 256  # per rank: no rank gets more than about 1 + 2 * world_size / _SAMPLES times an even share of the scores
@@ -77,9 +77,9 @@ def _validate(function: str, name: str, scores: Tensor, labels: Tensor, group: G
     """Return how many rows each rank has. Raises: ValueError on all ranks if one has a bad call."""
     problem = _validation_error(name, scores, labels)
     if problem:
-        return validate_on_all_ranks(function, problem, rows=0, same="", group=group)
+        return validate_on_all_ranks(function, problem, same="", value=0, group=group)
     same = f"{name} of {scores.dtype} on {scores.device.type}"
-    return validate_on_all_ranks(function, "", rows=len(scores), same=same, group=group)
+    return validate_on_all_ranks(function, "", same=same, value=len(scores), group=group)
 
 
 def _validation_error(name: str, scores: object, labels: object) -> str:

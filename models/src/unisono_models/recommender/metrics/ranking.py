@@ -10,10 +10,10 @@ from torch import Tensor
 
 from unisono.collectives import Group, all_reduce
 from unisono.embedding import Ragged
-from unisono_models.recommender.metrics.validation import validate_on_all_ranks
+from unisono_models.training.distributed.object_collectives import validate_on_all_ranks
 
 _NAMES = ("recall", "ndcg", "hit", "precision", "mrr")
-_FRACTION_BITS = 52  # each user's values are summed as integers of so many binary places: order and split do not matter
+_FRACTION_BITS = 52  # each user's values are summed as integers of so many binary indices: order and split do not matter
 _LOW_BITS = 26  # the lower half is summed apart, which leaves room for 2**37 users
 
 
@@ -21,16 +21,16 @@ _LOW_BITS = 26  # the lower half is summed apart, which leaves room for 2**37 us
 def top_items(
     users: Tensor, items: Tensor, *, k: int, seen: Ragged | None = None, tile: tuple[int, int] = (256, 8192)
 ) -> tuple[Tensor, Tensor]:
-    """Find the `k` items with the highest dot product for each user, best first: their scores and places, both (users, k).
+    """Find the `k` items with the highest dot product for each user, best first: their scores and indices, both (users, k).
 
     A score is a sum in float64, rounded to the dtype of the inputs, at least float32. Among equal scores the item of the lower
-    place comes first. Both have the same bits for any tile, so for any split of the users over ranks.
+    index comes first. Both have the same bits for any tile, so for any split of the users over ranks.
 
     Args:
         users: (users, width), this rank's. Ranks do not communicate.
         items: (items, width), all items.
-        seen: The places of the items to leave out, a bag for each user. Where fewer than k items are left, scores end in -inf
-            and places in -1.
+        seen: The indices of the items to leave out, a bag for each user. Where fewer than k items are left, scores end in -inf
+            and indices in -1.
         tile: How many users and how many items are scored at a time.
 
     Example:
@@ -54,8 +54,8 @@ def top_items(
                 first, last = offsets[[0, -1]].tolist()
                 bags = Ragged(seen.values[first:last], offsets - first)
             found.append(_top_of_tile(user_tile, items, longest, k, bags, tile[1]))
-    scores, places = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return scores, places
+    scores, indices = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return scores, indices
 
 
 def _top_items_error(users: object, items: object, k: object, seen: object, tile: object) -> str:
@@ -100,9 +100,9 @@ def _top_of_tile(users: Tensor, items: Tensor, longest: float, k: int, seen: Rag
     rough_dtype = users.dtype if torch.get_float32_matmul_precision() == "highest" else torch.float64
     norms = torch.linalg.vector_norm(users, dim=1, keepdim=True, dtype=torch.float64)
     slack = (norms * (longest * (width + 4) * limits.eps) + width * limits.tiny).to(users.dtype)
-    nowhere = len(items)
+    no_item = len(items)
     scores = users.new_full((len(users), k), -torch.inf)
-    places = torch.full_like(scores, nowhere, dtype=torch.int64)
+    indices = torch.full_like(scores, no_item, dtype=torch.int64)
     for start in range(0, len(items), step):
         part = items[start : start + step]
         rough = (users.to(rough_dtype) @ part.to(rough_dtype).T).to(users.dtype)
@@ -121,9 +121,9 @@ def _top_of_tile(users: Tensor, items: Tensor, longest: float, k: int, seen: Rag
             if few:
                 rough, columns = rough.topk(candidates)
             fresh = _score(users, part, columns if few else None).masked_fill_(rough == -torch.inf, -torch.inf)
-            columns = (columns + start).masked_fill_(rough == -torch.inf, nowhere)
-            scores, places = _best(torch.cat([scores, fresh], 1), torch.cat([places, columns], 1), k)
-    return scores, places.masked_fill_(places == nowhere, -1)
+            columns = (columns + start).masked_fill_(rough == -torch.inf, no_item)
+            scores, indices = _best(torch.cat([scores, fresh], 1), torch.cat([indices, columns], 1), k)
+    return scores, indices.masked_fill_(indices == no_item, -1)
 
 
 def _score(users: Tensor, items: Tensor, columns: Tensor | None) -> Tensor:
@@ -134,26 +134,26 @@ def _score(users: Tensor, items: Tensor, columns: Tensor | None) -> Tensor:
     return total.to(users.dtype)
 
 
-def _best(scores: Tensor, places: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    places, order = places.sort(1)
+def _best(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    indices, order = indices.sort(1)
     scores, by_score = scores.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return scores[:, :k], places.gather(1, by_score[:, :k])
+    return scores[:, :k], indices.gather(1, by_score[:, :k])
 
 
 @torch.no_grad()
-def ranking_metrics(places: Tensor, relevant: Ragged, *, ks: Sequence[int] = (10,), group: Group = None) -> dict[str, float]:
+def ranking_metrics(indices: Tensor, relevant: Ragged, *, ks: Sequence[int] = (10,), group: Group = None) -> dict[str, float]:
     """Compute means over all users, of all ranks, that have a relevant item, as RecBole defines them.
 
     Every rank gets the same floats, with the same bits for any split and any order of the users.
 
     Args:
-        places: int64 (users, length), the items of each user, best first, and -1 where there is none, as top_items returns
+        indices: int64 (users, length), the items of each user, best first, and -1 where there is none, as top_items returns
             them. The length is the same on all ranks; the number of users may differ, or be 0.
-        relevant: The places of each user's relevant items, a bag for each. An item that is there twice counts once.
+        relevant: The indices of each user's relevant items, a bag for each. An item that is there twice counts once.
 
     Returns, for each k: "recall@k", the fraction of the relevant items that are among the first k; "ndcg@k", where an item
-    found at place p counts 1 / log2(1 + p), divided by the best that a list of k could have; "hit@k", whether any was found;
-    "precision@k", the fraction of the first k that are relevant; "mrr@k", 1 / place of the first found, or 0. And "users",
+    found at position p counts 1 / log2(1 + p), divided by the best that a list of k could have; "hit@k", whether any was found;
+    "precision@k", the fraction of the first k that are relevant; "mrr@k", 1 / position of the first found, or 0. And "users",
     their number. Without any user all but "users" are NaN.
 
     Raises: ValueError on all ranks if one has a bad call.
@@ -163,10 +163,10 @@ def ranking_metrics(places: Tensor, relevant: Ragged, *, ks: Sequence[int] = (10
         >>> ranking_metrics(lists, Ragged.from_lists([[2, 9], []]), ks=(2,))["recall@2"]  # the second user has nothing to find
         0.5
     """
-    problem = _validation_error(places, relevant, ks)
-    same = "" if problem else f"ks={tuple(ks)}, lists of {places.shape[1]} on {places.device.type}"
-    validate_on_all_ranks("ranking_metrics", problem, rows=0 if problem else len(places), same=same, group=group)
-    found, numbers = _find_relevant(places, relevant)
+    problem = _validation_error(indices, relevant, ks)
+    same = "" if problem else f"ks={tuple(ks)}, lists of {indices.shape[1]} on {indices.device.type}"
+    validate_on_all_ranks("ranking_metrics", problem, same=same, group=group)
+    found, numbers = _find_relevant(indices, relevant)
     found, numbers = found[numbers > 0], numbers[numbers > 0]
     values = torch.stack([value for k in ks for value in _metrics_of_users(found[:, :k], numbers)], 1)
     fixed = (values * 2**_FRACTION_BITS).round().long()
@@ -178,19 +178,19 @@ def ranking_metrics(places: Tensor, relevant: Ragged, *, ks: Sequence[int] = (10
     return dict(zip(keys, means, strict=True)) | {"users": float(users[0])}
 
 
-def _validation_error(places: object, relevant: object, ks: object) -> str:
-    if not isinstance(places, Tensor) or places.ndim != 2 or places.dtype != torch.int64:
-        got = f"{places.dtype} {tuple(places.shape)}" if isinstance(places, Tensor) else type(places).__name__
-        return f"places: expected int64 of shape (users, length), got {got}"
-    if problem := _bags_error("relevant", relevant, len(places), places.device):
+def _validation_error(indices: object, relevant: object, ks: object) -> str:
+    if not isinstance(indices, Tensor) or indices.ndim != 2 or indices.dtype != torch.int64:
+        got = f"{indices.dtype} {tuple(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
+        return f"indices: expected int64 of shape (users, length), got {got}"
+    if problem := _bags_error("relevant", relevant, len(indices), indices.device):
         return problem
-    if not isinstance(ks, Sequence) or not ks or not all(isinstance(k, int) and 0 < k <= places.shape[1] for k in ks):
-        return f"ks={ks!r} must be numbers from 1 to the length of the lists, {places.shape[1]}"
+    if not isinstance(ks, Sequence) or not ks or not all(isinstance(k, int) and 0 < k <= indices.shape[1] for k in ks):
+        return f"ks={ks!r} must be numbers from 1 to the length of the lists, {indices.shape[1]}"
     return ""
 
 
 def _bags_error(name: str, bags: object, users: int, device: torch.device, stop: int | None = None) -> str:
-    """Check places of items below `stop`, a bag for each user; return what is wrong, or the empty string."""
+    """Check indices of items below `stop`, a bag for each user; return what is wrong, or the empty string."""
     if not isinstance(bags, Ragged):
         return f"{name}: expected a Ragged, got {type(bags).__name__}"
     values, offsets = bags.values, bags.offsets
@@ -202,25 +202,25 @@ def _bags_error(name: str, bags: object, users: int, device: torch.device, stop:
         return f"{name}: offsets must ascend from 0 to the number of values, {len(values)}"
     if len(values) and (int(values.min()) < 0 or (stop is not None and int(values.max()) >= stop)):
         worst = int(values.min()) if int(values.min()) < 0 else int(values.max())
-        return f"{name}: {worst} is not the place of an item; they go from 0{'' if stop is None else f' to {stop - 1}'}"
+        return f"{name}: {worst} is not the index of an item; they go from 0{'' if stop is None else f' to {stop - 1}'}"
     return ""
 
 
-def _find_relevant(places: Tensor, relevant: Ragged) -> tuple[Tensor, Tensor]:
-    """Which places of each list are relevant, and how many different items are relevant to each user."""
-    users = torch.arange(len(places), device=places.device)
-    base = 1 + max([0, *(int(x.max()) for x in (places, relevant.values) if x.numel())])
+def _find_relevant(indices: Tensor, relevant: Ragged) -> tuple[Tensor, Tensor]:
+    """Which indices of each list are relevant, and how many different items are relevant to each user."""
+    users = torch.arange(len(indices), device=indices.device)
+    base = 1 + max([0, *(int(x.max()) for x in (indices, relevant.values) if x.numel())])
     keys = (users.repeat_interleave(relevant.lengths()) * base + relevant.values).unique()
-    found = torch.isin(users[:, None] * base + places, keys).logical_and_(places >= 0)
-    return found, torch.bincount(keys // base, minlength=len(places))
+    found = torch.isin(users[:, None] * base + indices, keys).logical_and_(indices >= 0)
+    return found, torch.bincount(keys // base, minlength=len(indices))
 
 
 def _metrics_of_users(found: Tensor, numbers: Tensor) -> list[Tensor]:
     """Each user's metrics at k, the width of `found`, in float64, in the order of _NAMES."""
     k, hits = found.shape[1], found.sum(1).double()
-    places = torch.arange(1, k + 1, device=found.device, dtype=torch.float64)
-    gains = (places + 1).log2().reciprocal()
+    positions = torch.arange(1, k + 1, device=found.device, dtype=torch.float64)
+    gains = (positions + 1).log2().reciprocal()
     # cumsum on both sides adds in the same order, so that a perfect list has exactly 1.
     ideal = gains.cumsum(0)[numbers.clamp(max=k) - 1]
     ndcg = (found * gains).cumsum(1)[:, -1] / ideal
-    return [hits / numbers, ndcg, (hits > 0).double(), hits / k, (found / places).amax(1)]
+    return [hits / numbers, ndcg, (hits > 0).double(), hits / k, (found / positions).amax(1)]

@@ -93,7 +93,8 @@ def hash_file(path: Path) -> tuple[int, str]:
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a plain file", str(path))
-        digest, size = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        size = 0
         while piece := file.read(_PIECE):
             digest.update(piece)
             size += len(piece)

@@ -89,7 +89,8 @@ class Checkpoints:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         else:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
-        self._rank, self._size = resolve_group(self._group).rank, resolve_group(self._group).size
+        group = resolve_group(self._group)
+        self._rank, self._size = group.rank, group.size
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, futures.Future[str]] | None = None
         self._staged: dict[str, Tensor] = {}
@@ -240,7 +241,8 @@ class Checkpoints:
         )
         for name in names:
             path = self.directory / name
-            index, values, state = {}, None, None
+            index = {}
+            values = state = None
             damage = []
             try:
                 commit = manifest.read_manifest(path)

@@ -148,9 +148,8 @@ def prune(directory: Path, *, newest: Path, keep: int, best: Literal["max", "min
     kept = {newest, *sound[:keep]}
     scores = {path: score for path in sound if (score := commits[path].score) is not None and not math.isnan(score)}
     if scores:
-        kept.add(
-            (max if best == "max" else min)(scores, key=lambda path: scores[path])
-        )  # the newest of several best: it comes first
+        choose = max if best == "max" else min
+        kept.add(choose(scores, key=lambda path: scores[path]))  # the newest of several best ones, which comes first
     oldest = min(commits[path].step for path in kept)
     for path, commit in commits.items():
         if path not in kept and (path in sound or commit.step < oldest):

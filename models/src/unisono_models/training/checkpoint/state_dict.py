@@ -70,7 +70,8 @@ class LoadTargets:
     def __init__(
         self, model: nn.Module, optimizers: Optimizers, extra: Extra, index: Mapping[str, TensorEntry], values: Json
     ) -> None:
-        self._model, self._optimizers, self._values = model, _named(optimizers), values
+        self._model, self._values = model, values
+        self._optimizers = _named(optimizers)
         self._states: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
         self._differences: list[str] = []
         self.tensors = {name: value for name, value in _entries(model, extra) if isinstance(value, Tensor)}

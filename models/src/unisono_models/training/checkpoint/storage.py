@@ -137,7 +137,8 @@ class ShardWriter(StorageWriter):
         results = []
         path = self._directory / plan.storage_data
         with explain_os_errors(path), open(path, "xb") as file:
-            digest, end = hashlib.sha256(), 0
+            digest = hashlib.sha256()
+            end = 0
             for item in plan.items:
                 data = _bytes_of(planner.resolve_data(item))
                 padding = bytes(-end % _ALIGNMENT)
@@ -200,7 +201,8 @@ class ShardReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            part, dtype = self._places[item.storage_index], self._index[item.storage_index.fqn].dtype
+            part = self._places[item.storage_index]
+            dtype = self._index[item.storage_index.fqn].dtype
             first, rows = (item.storage_offsets[0], item.lengths[0]) if part.sizes else (0, 1)
             block = _read_rows(self._directory / part.file, part, dtype, first, rows)
             for dim in range(1, len(part.sizes)):

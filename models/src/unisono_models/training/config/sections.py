@@ -19,8 +19,8 @@ class RunConfig:
     seed: int = 0
     """The seed of everything random: initial weights, order of samples, augmentation, dropout."""
     dir: Path | None = None
-    """The run directory. None takes runs/{model}-{recipe}: an interrupted run in it is continued, beside a finished one a
-    numbered directory is made."""
+    """The run directory. None takes runs/{model}-{recipe}, or with a number if that holds a finished run.
+    An interrupted run of the same config is continued."""
     log_every: int = 10
     """The number of steps between log lines. metrics.jsonl has every step, whatever this is."""
     evaluate_every: int = 0
@@ -46,13 +46,13 @@ class ParallelConfig:
     """How the model is distributed over ranks, and the precision it computes in."""
 
     kind: Literal["ddp", "fsdp", "hybrid"] = "ddp"
-    """ddp keeps a copy of the model on every rank. fsdp shards it over all ranks. hybrid shards it over `shard` neighbouring
-    ranks and keeps a copy on each such group."""
+    """ddp keeps a copy of the model on every rank. fsdp shards it over all ranks.
+    hybrid shards it over groups of `shard` neighbouring ranks: each group has a copy."""
     shard: int | None = None
     """The number of ranks that share one copy of the model if kind is hybrid. None takes the ranks of one host."""
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
-    """bfloat16 computes by autocast, with float32 parameters. float64 computes everything in float64, to tell rounding from
-    errors."""
+    """bfloat16 computes by autocast, with float32 parameters.
+    float64 computes everything in float64, to tell rounding errors from bugs."""
     checkpoint_activations: bool = False
     """Recompute the activations of the model's blocks in the backward pass instead of keeping them in memory."""
     compile: bool = False

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
+from unisono.collectives.sizes import even_sizes
 from unisono_models.training.distributed.rendezvous import wait_for_ranks
 
 _MIN_START_TIMEOUT = 300.0  # seconds for all ranks to start: a cold file system delays some of them
@@ -25,10 +26,10 @@ _EXIT_SECONDS = 10  # after which a rank that has failed is killed if it has not
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all ranks: its `rank` of `size`, its `local_rank` on its host, and its device."""
+    """This process among all ranks: its `rank` of `world_size`, its `local_rank` on its host, and its device."""
 
     rank: int
-    size: int
+    world_size: int
     local_rank: int
     device: torch.device
 
@@ -37,21 +38,39 @@ class Ranks:
         """Whether this is rank 0, which writes the files and prints to the user."""
         return self.rank == 0
 
+    @property
+    def size(self) -> int:
+        """The old name of `world_size`."""
+        return self.world_size
+
     def shard(self, count: int) -> range:
-        """The rows of `count` that belong to this rank: see `shard_range`."""
-        return shard_range(count, self.rank, self.size)
+        """Return the rows of `count` that belong to this rank: see `shard_range`."""
+        return shard_range(count, self.rank, self.world_size)
 
 
 def shard_range(count: int, rank: int, world_size: int) -> range:
-    """The rows of `count` that belong to `rank`, as torch.tensor_split divides them: contiguous, as even as it goes.
+    """Return the rows of `count` that belong to `rank`: contiguous, as even as possible, as torch.tensor_split divides them.
 
     Example:
         >>> [shard_range(10, rank, 4) for rank in range(4)]
         [range(0, 3), range(3, 6), range(6, 8), range(8, 10)]
     """
-    each, more = divmod(count, world_size)
-    first = rank * each + min(rank, more)
-    return range(first, first + each + (rank < more))
+    sizes = even_sizes(count, world_size)
+    first = sum(sizes[:rank])
+    return range(first, first + sizes[rank])
+
+
+def shard_chunks(count: int, rank: int, world_size: int, rows: int) -> list[range]:
+    """Split the share of `rank` into chunks of at most `rows` rows: as many chunks on every rank, some perhaps empty.
+
+    Example:
+        >>> shard_chunks(10, 1, 2, 3), shard_chunks(1, 1, 2, 3)
+        ([range(5, 8), range(8, 10)], [range(1, 1)])
+    """
+    share = shard_range(count, rank, world_size)
+    largest_share = -(-count // world_size)
+    chunks = max(1, -(-largest_share // rows))
+    return [share[place.start : place.stop] for place in (shard_range(len(share), chunk, chunks) for chunk in range(chunks))]
 
 
 @contextmanager

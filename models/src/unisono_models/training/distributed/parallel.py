@@ -104,13 +104,13 @@ def _shard(model: nn.Module, blocks: list[nn.Module], config: ParallelConfig, ra
 def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh:
     kind = ranks.device.type
     if config.kind == "fsdp":
-        return init_device_mesh(kind, (ranks.size,))
+        return init_device_mesh(kind, (ranks.world_size,))
     shard = config.shard
     if shard is None:
-        hosts = set(all_gather_object(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))))
+        hosts = set(all_gather_object(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))))
         if len(hosts) > 1:
             raise ValueError(f"parallel.shard: the hosts have different numbers of ranks, {sorted(hosts)}: give a number")
         shard = hosts.pop()
-    if shard < 1 or ranks.size % shard:
-        raise ValueError(f"parallel.shard: {shard} does not divide the number of ranks, {ranks.size}")
-    return init_device_mesh(kind, (ranks.size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    if shard < 1 or ranks.world_size % shard:
+        raise ValueError(f"parallel.shard: {shard} does not divide the number of ranks, {ranks.world_size}")
+    return init_device_mesh(kind, (ranks.world_size // shard, shard), mesh_dim_names=("replicate", "shard"))

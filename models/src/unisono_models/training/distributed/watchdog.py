@@ -184,7 +184,7 @@ class Watchdog:
         self.timeout = timeout
         self.interval = min(max(timeout / 20, 0.2), 2.0)
         self._ranks = ranks
-        self._board = StatusBoard(ranks.rank, ranks.size) if ranks.size > 1 else None
+        self._board = StatusBoard(ranks.rank, ranks.world_size) if ranks.world_size > 1 else None
         self._step = 0
         self._last_beat = time.monotonic()
         self._written = 0

@@ -187,7 +187,8 @@ def tabulate_runs(runs: Sequence[Path], metrics: Sequence[str] = ("*",), *, digi
     for path in runs:
         if not (path / "summary.json").exists():
             raise ValueError(f"compare: {path}: not a finished run: there is no summary.json")
-        config, summary = read_config(path), json.loads((path / "summary.json").read_text())
+        config = read_config(path)
+        summary = json.loads((path / "summary.json").read_text())
         alike = (group for other, group in groups if _same_but_for_the_seed(other, config))
         group = next(alike, None)
         if group is None:

@@ -84,7 +84,8 @@ def smoothed(values: Sequence[float], width: int) -> list[float]:
         good = math.isfinite(value)
         sums.append(sums[-1] + (value if good else 0.0))
         counts.append(counts[-1] + good)
-    means, half = [], width // 2
+    means = []
+    half = width // 2
     for i in range(len(values)):
         low, high = max(i - half, 0), min(i + half + 1, len(values))
         count = counts[high] - counts[low]

@@ -164,7 +164,8 @@ def _page(title: str, body: str) -> str:
 
 
 def _header(title: str, intro: str, path: Path) -> str:
-    saved, starts = read_config(path), read_provenance(path)["starts"]
+    saved = read_config(path)
+    starts = read_provenance(path)["starts"]
     facts = {"model": saved["model"], "recipe": saved["recipe"]}
     run = saved["config"].get("run", {})
     facts |= {name: format_number(run[name]) for name in ("steps", "seed") if name in run}
@@ -188,7 +189,8 @@ def _highlights(final: Mapping[str, float], chosen: Sequence[str]) -> str:
 
 
 def _curves(run: RunDirectory, lines: Sequence[dict[str, Json]]) -> str:
-    light, dark = write_plots(run.path, run.plots), draw_plots(lines, theme="dark")
+    light = write_plots(run.path, run.plots)
+    dark = draw_plots(lines, theme="dark")
     return "".join(
         f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{data_url(dark[name])}">'
         f'<img src="{data_url(path.read_bytes())}" alt="{escape(readable_name(name))} over steps"></picture></figure>'
@@ -198,7 +200,8 @@ def _curves(run: RunDirectory, lines: Sequence[dict[str, Json]]) -> str:
 
 def _reproduction(path: Path) -> str:
     """Show the commands that repeat the run, its config and its provenance."""
-    saved, starts = read_config(path), read_provenance(path)["starts"]
+    saved = read_config(path)
+    starts = read_provenance(path)["starts"]
     folder = shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
     again = f"python -m unisono_models.training reproduce {folder}"
     parts = [

@@ -40,7 +40,8 @@ def reproduce(
     """
     if not (run_dir / "config.json").is_file():
         raise ValueError(f"reproduce: {run_dir} is not a run directory: it has no config.json")
-    saved, starts = read_config(run_dir), read_provenance(run_dir)["starts"]
+    saved = read_config(run_dir)
+    starts = read_provenance(run_dir)["starts"]
     taken = _steps_taken(run_dir)
     if not taken:
         raise ValueError(f"reproduce: {run_dir} has taken no step: there is nothing to compare")

@@ -127,7 +127,8 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
         checkpoints = Checkpoints(run.checkpoints)
     """
     hosts = all_gather_object(platform.node())
-    path, resumes, lock = Path(), False, None
+    path, resumes = Path(), False
+    lock = None
     with raise_together("open_run"):
         if ranks.first:
             saved = {"model": model, "recipe": recipe, "config": config_to_json(config)}
@@ -138,7 +139,7 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
             for name in ("plots", "samples", "checkpoints", "export"):
                 (path / name).mkdir(exist_ok=True)
             starts = read_provenance(path)["starts"] if resumes else []
-            starts.append(describe_start(world_size=ranks.size, hosts=hosts))
+            starts.append(describe_start(world_size=ranks.world_size, hosts=hosts))
             atomic_write(path / "provenance.json", _pretty({"seed": config.run.seed, "starts": starts}))
     path, resumes = broadcast_object([str(path), resumes])
     return RunDirectory(Path(path), resumes, ranks.first, lock)

@@ -32,7 +32,7 @@ def mix64_(x: Tensor) -> Tensor:
     return x
 
 
-def derive_seed(seed: int, number: int) -> int:
+def mix_seed(seed: int, number: int) -> int:
     """Make a seed below 2^63 from a seed and a number, such that neighbours have nothing in common."""
     wrap = 2**64 - 1
     x = (seed + number * _GAMMA) & wrap

@@ -163,7 +163,9 @@ def plan_tables(
     choices = [list_options(table, demand, prices) for table, demand in zip(tables, demands, strict=True)]
     by_name = sorted(range(len(tables)), key=lambda k: names[k])
     placed = _pack(choices, by_name, world_size, memory_per_rank)
-    totals = _add_up(placed, world_size)
+    totals = RankTotals(world_size)
+    for option, ranks, _ in placed:
+        totals.add(option, ranks)
     if memory_per_rank is not None and (least := int(totals.memory.max())) > memory_per_rank:
         held = [int(next(option for option in options if option.is_whole).memory) for options in choices]
         raise ValueError(
@@ -190,12 +192,10 @@ def _report(table: Table, demand: Demand, placed: PlacedOption, world_size: int)
 
 
 def _explain_answers(table: Table, demand: Demand, answers: Answers) -> str:
-    rows, bags = f"{demand.unique:,} rows", f"{demand.bags:,} bags"
-    if answers == "bags":
-        return f"{bags}, {rows}"
     if not can_pool(table, demand):
-        return f"{rows}, which their owner cannot sum"
-    return f"{rows}, {bags}"
+        return f"{demand.unique:,} rows, which their owner cannot sum"
+    counts = [f"{demand.bags:,} bags", f"{demand.unique:,} rows"]
+    return ", ".join(counts if answers == "bags" else reversed(counts))
 
 
 def _bytes(number: int) -> str:
@@ -272,13 +272,6 @@ def _pack(
         return _pack_tightly(choices, sorted(order, key=lambda table: -held[table]), world_size)
     least = min(load for load, _ in tried)
     return next(found for load, found in tried if load <= _NEAR * least)
-
-
-def _add_up(placed: Sequence[PlacedOption], world_size: int) -> RankTotals:
-    totals = RankTotals(world_size)
-    for option, ranks, _ in placed:
-        totals.add(option, ranks)
-    return totals
 
 
 def _try(

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unisono.embedding.hashing import derive_seed
+from unisono.embedding.hashing import mix_seed
 from unisono.embedding.sharding.layouts import Box
 
 Mode = Literal["sum", "mean", "max"]
@@ -93,7 +93,7 @@ def draw_weights(table: Table, box: Box, out: Tensor, *, seed: int) -> None:
     block = torch.empty((min(_BLOCK, table.rows), table.dim), dtype=out.dtype, device=out.device)
     for start in range(box.row // _BLOCK * _BLOCK, box.row_end, _BLOCK):
         end = min(start + _BLOCK, table.rows)
-        generator = torch.Generator(out.device).manual_seed(derive_seed(seed, start // _BLOCK))
+        generator = torch.Generator(out.device).manual_seed(mix_seed(seed, start // _BLOCK))
         rows = block[: end - start]
         table.initialize(rows, generator)
         if table.padding_idx is not None and start <= table.padding_idx < end:

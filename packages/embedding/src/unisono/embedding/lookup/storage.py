@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from unisono.collectives import Group, broadcast
 from unisono.collectives.checks import validate_across_ranks
 from unisono.collectives.groups import as_group, process_group, resolve_group, small_message_device
-from unisono.embedding.hashing import derive_seed
+from unisono.embedding.hashing import mix_seed
 from unisono.embedding.optimizers import FusedOptimizer, Rule, make_states, state_dtype
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.sharding.layouts import Layout
@@ -140,15 +140,17 @@ class ShardStorage:
         table, layout = self.tables[number], self.layouts[number]
         return table.owners_can_pool and layout.owners_can_pool and layout.answers != "rows"
 
+    def _table_shards(self) -> Iterator[tuple[GroupShard, TableShard]]:
+        """The tables' shards on this rank, each with its group shard."""
+        return ((shard, part) for shard in self.shards if shard is not None for part in shard.shards)
+
     def attach(self, modules: Sequence[ShardedTable]) -> None:
         """Let the modules' parameters be views of the shards; again, after the shards have moved."""
         self.modules = list(modules)
         views: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
-        for shard in self.shards:
-            for part in () if shard is None else shard.shards:
-                assert shard is not None
-                states = {name: x if x.ndim == 0 else shard.view(part, x) for name, x in shard.state.items()}
-                views[part.table] = shard.view(part), states
+        for shard, part in self._table_shards():
+            states = {name: x if x.ndim == 0 else shard.view(part, x) for name, x in shard.state.items()}
+            views[part.table] = shard.view(part), states
         for number, module in enumerate(modules):
             if number not in views:
                 empty = torch.empty((0, module.table.dim), dtype=self.options.dtype, device=self.options.device)
@@ -179,22 +181,20 @@ class ShardStorage:
     def follow_parameters(self) -> None:
         """If a parameter was given other memory (`.data =`, pickle, another Parameter), copy its values into the shard."""
         replaced = []
-        for shard in self.shards:
-            for part in () if shard is None else shard.shards:
-                assert shard is not None
-                weight, view = self.modules[part.table].weight, shard.view(part)
-                local = _local_part(weight)
-                where = f"{self.options.function}: the weight of table {self.tables[part.table].name!r}"
-                if not isinstance(weight, nn.Parameter):
-                    raise TypeError(
-                        f"{where} is no Parameter but a {type(weight).__name__}: torch.func.functional_call cannot replace a "
-                        "sharded table"
-                    )
-                if local is None or not view.numel() or local.data_ptr() == view.data_ptr():
-                    continue
-                if tuple(local.shape) != tuple(view.shape):
-                    raise ValueError(f"{where} was replaced by one of shape {tuple(weight.shape)}")
-                replaced.append((view, local))
+        for shard, part in self._table_shards():
+            weight, view = self.modules[part.table].weight, shard.view(part)
+            local = _local_part(weight)
+            where = f"{self.options.function}: the weight of table {self.tables[part.table].name!r}"
+            if not isinstance(weight, nn.Parameter):
+                kind = type(weight).__name__
+                raise TypeError(
+                    f"{where} is no Parameter but a {kind}: torch.func.functional_call cannot replace a sharded table"
+                )
+            if local is None or not view.numel() or local.data_ptr() == view.data_ptr():
+                continue
+            if tuple(local.shape) != tuple(view.shape):
+                raise ValueError(f"{where} was replaced by one of shape {tuple(weight.shape)}")
+            replaced.append((view, local))
         for view, local in replaced:
             view.copy_(local)
         if replaced:
@@ -212,7 +212,7 @@ class ShardStorage:
         for module in self.modules:
             name_hash = int.from_bytes(hashlib.blake2b(module.table.name.encode(), digest_size=7).digest(), "little")
             if not module.local.is_meta and module.local.numel():
-                draw_weights(module.table, module.box, module.local, seed=derive_seed(seed, name_hash))
+                draw_weights(module.table, module.box, module.local, seed=mix_seed(seed, name_hash))
         self.steps.zero_()
         for shard in self.shards:
             if shard is not None and self.rule is not None and len(shard.weight) and not shard.weight.is_meta:

@@ -1,4 +1,4 @@
-"""Pairs without files: pictures of noise with captions of a few words, the same whoever reads them."""
+"""Pairs without files: images of noise with captions of a few words, the same for every reader."""
 
 import random
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ WORDS = sorted({word for text in CAPTIONS for word in text.split()})
 
 
 @dataclass(frozen=True)
-class MadePairs:
-    """`count` rows of as many pictures; of fewer `drawings`, they come again with other captions. Rows in `broken` are skipped.
+class RandomPairs:
+    """`count` rows. If there are fewer `drawings`, their images come again with other captions.
 
-    `failing`: rows that cannot be read at all.
+    `broken`: rows that are skipped. `failing`: rows whose reading raises an error.
     """
 
     count: int
@@ -35,17 +35,20 @@ class MadePairs:
             raise OSError("the disk is gone")
         kept = [row for row in indices if row not in self.broken]
         images = torch.zeros(len(kept), 3, size, size, dtype=torch.uint8)
-        for place, row in enumerate(kept):
-            images[place].random_(256, generator=torch.Generator().manual_seed(1000 * self.seed + row % self.drawings))
-        skipped = tuple(SkippedSample(row, str(row), "broken image") for row in indices if row in self.broken)
-        index = torch.tensor([row % self.drawings for row in kept], dtype=torch.int64)
-        return PairBatch(images, self.captions(kept), torch.from_numpy(self.concepts(kept)), index, skipped)
+        for image, row in zip(images, kept, strict=True):
+            image.random_(256, generator=torch.Generator().manual_seed(1000 * self.seed + row % self.drawings))
+        skipped = tuple(SkippedSample(row % self.drawings, str(row), "broken image") for row in indices if row in self.broken)
+        concepts, index = torch.from_numpy(self.concepts(kept)), torch.from_numpy(self.sample_ids(kept))
+        return PairBatch(images, self.captions(kept), concepts, index, skipped)
+
+    def sample_ids(self, indices):
+        return np.array([row % self.drawings for row in indices], dtype=np.int64)
 
     def captions(self, indices):
-        """All different, of one to six words."""
+        """Different captions of one to six words."""
         ends = [(WORDS[row % 12], WORDS[row // 12 % 12], WORDS[row // 144]) for row in indices]
         return [" ".join([*random.Random(row).choices(WORDS, k=row % 4), *end]) for row, end in zip(indices, ends, strict=True)]
 
     def concepts(self, indices):
-        """Some share one."""
+        """Some pairs have the same concept."""
         return np.array([row % 1000 // 2 if row % 5 < 2 else row + 5000 for row in indices], dtype=np.int64)

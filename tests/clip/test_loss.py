@@ -1,10 +1,10 @@
-"""The law for the whole learner: three steps on any split end where one process with the whole batch ends, dropout and all."""
+"""The law for the training module: three steps on any split give the result of one process with the whole batch."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.clip.small_clip import small_batch, small_learner
+from tests.clip.small_clip import small_batch, small_training_module
 from unisono_models.clip.config import ObjectiveConfig, OptimizerConfig
 from unisono_models.clip.loss import backward
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
@@ -32,20 +32,20 @@ PARALLEL = {
 
 
 def train(objective, parallel, rows, ranks, text):
-    """Three steps; the losses of each, and the parameters in the end."""
-    learner = small_learner(OBJECTIVES[objective], **text)
-    batches = [small_batch(learner, rows, step=step) for step in range(3)]
-    model = parallelize(learner, PARALLEL[parallel], ranks)
+    """Train three steps; returns the losses of each, and the parameters at the end."""
+    module = small_training_module(OBJECTIVES[objective], **text)
+    batches = [small_batch(module, rows, step=step) for step in range(3)]
+    model = parallelize(module, PARALLEL[parallel], ranks)
     config = OptimizerConfig(lr=0.01, layer_decay=0.8)
-    optimizer = make_optimizer(learner, config)
+    optimizer = make_optimizer(module, config)
     losses = []
     for step, batch in enumerate(batches):
         set_learning_rate(optimizer, config, step, 3)
-        losses.append(backward(model, learner, batch))
-        torch.nn.utils.clip_grad_norm_(learner.parameters(), 0.5)
+        losses.append(backward(model, module, batch))
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in learner.named_parameters()}
+    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in module.named_parameters()}
     return losses, {name.replace("._checkpoint_wrapped_module", ""): p for name, p in whole.items()}
 
 
@@ -66,7 +66,7 @@ def trains_alike(objective, parallel, text, expected):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process with the whole batch gets, for each objective once."""
+    """The result of one process with the whole batch, computed once for each objective."""
     kept = {}
 
     def get(objective, text):
@@ -81,7 +81,7 @@ def alone():
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_learner_matches_one_process(ranks, alone, objective, world):
+def test_training_module_matches_one_process(ranks, alone, objective, world):
     ranks(trains_alike, objective, "ddp", {}, alone(objective, {}), world_size=world)
 
 

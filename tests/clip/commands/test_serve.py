@@ -1,4 +1,4 @@
-"""The page's server, asked over HTTP: what it answers, and whom and what it refuses."""
+"""The server of the search page over HTTP: what it answers, and which requests it rejects."""
 
 import base64
 import hashlib
@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.clip.colours import HOSTILE, colour_gallery
+from tests.clip.colour_gallery import HOSTILE, colour_gallery
 from tests.clip.small_clip import small_config, small_tokenizer
 from unisono_models.clip.commands import serve
 from unisono_models.clip.commands.serve import SearchServer
@@ -52,7 +52,7 @@ def hits(server, path, **options):
     return json.loads(content)["hits"]
 
 
-def picture(colour="blue", kind="PNG"):
+def encode_image(colour="blue", kind="PNG"):
     file = io.BytesIO()
     Image.new("RGB", (30, 20), colour).save(file, kind)
     return file.getvalue()
@@ -77,25 +77,27 @@ def test_page_allows_its_own_script_and_style_and_nothing_else(server):
 
 def test_about(server):
     about = json.loads(ask(server, "/about")[2])
-    assert about == {"pictures": 12, "things": 7, "vendors": ["plain", "bold"], "emoji": True, "credits": ["Nobody (CC0-1.0)"]}
+    assert about == {"images": 12, "things": 7, "vendors": ["plain", "bold"], "emoji": True, "credits": ["Nobody (CC0-1.0)"]}
 
 
 def test_search_by_words(server):
     found = hits(server, "/search?q=orange&top=3")
     assert [hit["label"] for hit in found] == ["orange heart", "yellow heart", "red heart"]
-    assert found[0]["emoji"] == "🧡" and [one["vendor"] for one in found[0]["pictures"]] == ["plain", "bold"]
-    for one, colour in zip(found[0]["pictures"], [(255, 128, 0), (255, 159, 64)], strict=True):
+    assert found[0]["emoji"] == "🧡" and [one["vendor"] for one in found[0]["images"]] == ["plain", "bold"]
+    for one, colour in zip(found[0]["images"], [(255, 128, 0), (255, 159, 64)], strict=True):
         status, headers, content = ask(server, one["url"])
         assert (status, headers["Content-Type"]) == (200, "image/png")
         assert Image.open(io.BytesIO(content)).getpixel((5, 5)) == colour
-    assert [hit["pictures"][0]["vendor"] for hit in hits(server, "/search?q=red&vendor=bold")] == ["bold"] * 5
+    assert [hit["images"][0]["vendor"] for hit in hits(server, "/search?q=red&vendor=bold")] == ["bold"] * 5
     assert hits(server, "/search?q=" + quote("💙"))[0]["label"] == "blue heart"
     assert hits(server, "/search?q=%20") == hits(server, "/search") == []
 
 
-def test_search_by_picture(server):
+def test_search_by_image(server):
     for kind in ("PNG", "JPEG"):
-        found = hits(server, "/search?top=1", method="POST", body=picture("blue", kind), headers={"Content-Type": "image/x"})
+        found = hits(
+            server, "/search?top=1", method="POST", body=encode_image("blue", kind), headers={"Content-Type": "image/x"}
+        )
         assert found[0]["label"] == "blue heart" and found[0]["score"] > 0.99
 
 
@@ -121,8 +123,8 @@ def test_labels_are_data_whatever_they_say(server):
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "localhost.evil.example", "0.0.0.0", ""]
 )
-def test_refuses_other_hosts(server, host):
-    for path in ("/", "/search?q=red", "/pictures/0.png"):
+def test_rejects_other_hosts(server, host):
+    for path in ("/", "/search?q=red", "/images/0.png"):
         assert ask(server, path, headers={"Host": host})[0] == 403
 
 
@@ -131,11 +133,11 @@ def test_answers_through_a_tunnel(server):
         assert ask(server, "/search?q=red", headers={"Host": host})[0] == 200
 
 
-def test_refuses_other_sites(server):
+def test_rejects_other_sites(server):
     own = f"http://127.0.0.1:{server.server_port}"
     for origin, status in ((own, 200), ("http://evil.example", 403), ("null", 403), (f"{own}.evil.example", 403)):
         headers = {"Content-Type": "image/png", "Origin": origin}
-        assert ask(server, "/search", method="POST", body=picture(), headers=headers)[0] == status
+        assert ask(server, "/search", method="POST", body=encode_image(), headers=headers)[0] == status
     assert ask(server, "/search", method="OPTIONS", headers={"Origin": "http://evil.example"})[0] == 501, "a browser stops here"
     assert "Access-Control-Allow-Origin" not in ask(server, "/search?q=red")[1]
 
@@ -150,10 +152,10 @@ def test_refuses_other_sites(server):
         ("/search?q=red&top=%D9%A3", 400),
         ("/search?q=red&vendor=apple", 400),
         ("/search?" + "&".join(f"a{k}=1" for k in range(9)), 400),
-        ("/pictures/12.png", 404),
-        ("/pictures/999999999999.png", 404),
-        ("/pictures/-1.png", 404),
-        ("/pictures/../page.html", 404),
+        ("/images/12.png", 404),
+        ("/images/999999999999.png", 404),
+        ("/images/-1.png", 404),
+        ("/images/../page.html", 404),
         ("/../../../etc/passwd", 404),
         ("/%2e%2e/etc/passwd", 404),
         ("/page.html", 404),
@@ -161,19 +163,19 @@ def test_refuses_other_sites(server):
         ("/search?q=" + "x" * 70_000, 414),
     ],
 )
-def test_refuses_what_it_does_not_have(server, path, status):
+def test_rejects_what_it_does_not_have(server, path, status):
     assert ask(server, path)[0] == status
 
 
-def test_refuses_what_is_no_picture(server):
+def test_rejects_what_is_not_an_image(server):
     def post(body, **headers):
         status, _, content = ask(server, "/search", method="POST", body=body, headers={"Content-Type": "image/png"} | headers)
         return status, json.loads(content)["error"]
 
-    assert post(b"no picture") == (422, "this file cannot be read as a picture")
-    assert post(b"") == (422, "this file cannot be read as a picture")
-    assert post(picture()[:60])[0] == 422
-    assert post(picture(), **{"Content-Type": "text/plain"})[0] == 415
+    assert post(b"not an image") == (422, "this file cannot be read as an image")
+    assert post(b"") == (422, "this file cannot be read as an image")
+    assert post(encode_image()[:60])[0] == 422
+    assert post(encode_image(), **{"Content-Type": "text/plain"})[0] == 415
     assert post(iter([b"chunked"]), **{"Transfer-Encoding": "chunked"})[0] == 411
     assert post(b"", **{"Content-Length": "-5"})[0] == 411
     assert post(b"", **{"Content-Length": str(8 * 2**20 + 1)}) == (413, "at most 8 MiB, please"), "without reading it"
@@ -211,14 +213,14 @@ def test_a_taken_port(monkeypatch):
             serve._start(gallery, first.server_port)
     with pytest.raises(SystemExit, match="--port 70000 must be between 0 and 65535"):
         serve.main(["somewhere", "--port", "70000"])
-    with pytest.raises(SystemExit, match="somewhere: no such directory"):
+    with pytest.raises(SystemExit, match="somewhere: there is no such directory"):
         serve.main(["somewhere"])
 
 
 def test_command_serves_until_it_is_interrupted(tmp_path, monkeypatch, capsys):
     torch.manual_seed(0)
     Clip(small_config(), small_tokenizer()).eval().save_pretrained(tmp_path / "export")
-    (tmp_path / "red.png").write_bytes(picture("red"))
+    (tmp_path / "red.png").write_bytes(encode_image("red"))
     (tmp_path / "table.csv").write_text("image,caption\nred.png,a red wall\n")
     config = {"model": "clip", "recipe": "x", "config": {"data": {"source": str(tmp_path / "table.csv")}}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -248,4 +250,4 @@ def test_command_serves_until_it_is_interrupted(tmp_path, monkeypatch, capsys):
         signal.signal(signal.SIGINT, before)
     assert found == ["asked", "a red wall"]
     shown = capsys.readouterr().out
-    assert re.fullmatch(r"1 pictures? at http://127\.0\.0\.1:\d+/ \(Ctrl-C ends it\)\s+ended\n", shown)
+    assert re.fullmatch(r"1 images? at http://127\.0\.0\.1:\d+/ \(Ctrl-C ends it\)\s+ended\n", shown)

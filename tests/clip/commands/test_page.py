@@ -1,4 +1,4 @@
-"""The page in a real browser: typing, keys, copying, pictures. Skipped where there is no Chromium."""
+"""The page in a real browser: typing, keys, copying, images. Skipped where there is no Chromium."""
 
 import shutil
 import threading
@@ -6,7 +6,7 @@ import threading
 import pytest
 from PIL import Image
 
-from tests.clip.colours import HOSTILE, colour_gallery
+from tests.clip.colour_gallery import HOSTILE, colour_gallery
 from unisono_models.clip.commands.serve import SearchServer
 
 selenium = pytest.importorskip("selenium", reason="drives the browser: pip install selenium")
@@ -158,13 +158,13 @@ def test_examples_and_vendors(page):
     page.browser.find_element(By.CSS_SELECTOR, "#examples button").click()
     page.wait(page.names)
     assert page.words.get_attribute("value") == "a cat in love" and page.focus() == "words"
-    pictures = "return [...document.querySelectorAll('.tile img')].map(each => each.title)"
-    assert set(page.browser.execute_script(pictures)) == {"plain", "bold"}
+    vendors = "return [...document.querySelectorAll('.tile img')].map(each => each.title)"
+    assert set(page.browser.execute_script(vendors)) == {"plain", "bold"}
     page.browser.find_element(By.CSS_SELECTOR, "#vendor option[value=bold]").click()
-    page.wait(lambda: page.browser.execute_script(pictures) == ["bold"] * 5)
+    page.wait(lambda: page.browser.execute_script(vendors) == ["bold"] * 5)
 
 
-def test_a_picture_is_searched_by(page, tmp_path):
+def test_page_searches_by_image(page, tmp_path):
     Image.new("RGB", (50, 40), "blue").save(tmp_path / "blue.png")
     Image.new("RGB", (50, 40), "lime").save(tmp_path / "green.png")
     page.drop((tmp_path / "blue.png").read_bytes())
@@ -179,9 +179,9 @@ def test_a_picture_is_searched_by(page, tmp_path):
 
 def test_what_is_wrong_is_said(page):
     page.drop(b"words", "text/plain")
-    page.wait(lambda: page.said() == "That is not a picture.")
+    page.wait(lambda: page.said() == "That is not an image.")
     page.drop(b"words", "image/png")
-    page.wait(lambda: page.said() == "this file cannot be read as a picture")
+    page.wait(lambda: page.said() == "this file cannot be read as an image")
     page.browser.execute_script("window.fetch = () => Promise.reject(new TypeError())")
     page.words.send_keys("red")
     page.wait(lambda: "Is it still running?" in page.said())

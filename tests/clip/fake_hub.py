@@ -1,4 +1,4 @@
-"""As much of the Hugging Face hub as huggingface_hub needs to upload a model and to bring it back, on 127.0.0.1."""
+"""The part of the Hugging Face hub that huggingface_hub needs to upload and download a model, on 127.0.0.1."""
 
 import base64
 import hashlib
@@ -11,13 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 MODEL = r"/api/models/(?P<repo>[^/]+/[^/]+)"
 
 
-class Hub(ThreadingHTTPServer):
-    """`repos`: by name, the files of each commit by path. `asked`: what came in. A GET of /close ends it."""
+class FakeHub(ThreadingHTTPServer):
+    """`repos`: by name, the files of each commit by path. `asked`: the requests. A GET of /close ends it."""
 
     daemon_threads = True
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(("127.0.0.1", 0), FakeHubHandler)
         self.repos, self.created, self.asked = {}, [], []
 
     @property
@@ -25,7 +25,7 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class FakeHubHandler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         path = self._path()
@@ -98,8 +98,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def local_hub():
-    hub = Hub()
+def fake_hub():
+    hub = FakeHub()
     thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""Small pictures, and data sets of them in every layout that is read."""
+"""Small image files, and datasets of them in every format that is read."""
 
 import csv
 import io
@@ -10,13 +10,13 @@ from PIL import Image
 COLOURS = ("red", "lime", "blue", "yellow", "cyan", "magenta", "black", "white")
 
 
-def picture(colour="red", shape=(12, 8), *, mode="RGB", kind="PNG", **options):
+def encode_image(colour="red", shape=(12, 8), *, mode="RGB", kind="PNG", **options):
     data = io.BytesIO()
     Image.new("RGB", shape, colour).convert(mode).save(data, kind, **options)
     return data.getvalue()
 
 
-def noise(shape=(64, 48), *, kind="PNG", seed=0, **options):
+def noise_image(shape=(64, 48), *, kind="PNG", seed=0, **options):
     data = io.BytesIO()
     pixels = np.random.default_rng(seed).integers(0, 256, (*shape, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(data, kind, **options)
@@ -24,14 +24,14 @@ def noise(shape=(64, 48), *, kind="PNG", seed=0, **options):
 
 
 def sample(number, **more):
-    """One as img2dataset writes it. The colour tells its number, up to 8."""
+    """A sample as img2dataset writes it. Its colour shows its number, up to 8."""
     caption = f"a {COLOURS[number % 8]} thing"
-    colour = picture(COLOURS[number % 8])
-    return {"__key__": f"{number:09d}", "png": colour, "txt": caption, "json": {"caption": f"json {caption}"}, **more}
+    image = encode_image(COLOURS[number % 8])
+    return {"__key__": f"{number:09d}", "png": image, "txt": caption, "json": {"caption": f"json {caption}"}, **more}
 
 
 def write_tars(folder, counts=(5, 3), make=sample):
-    """00000.tar … by the real webdataset, with so many samples each."""
+    """Write 00000.tar, … with the real webdataset, with these numbers of samples."""
     paths, number = [], 0
     for shard, count in enumerate(counts):
         paths.append(folder / f"{shard:05d}.tar")
@@ -42,7 +42,7 @@ def write_tars(folder, counts=(5, 3), make=sample):
     return paths
 
 
-def write_table(path, rows, header=("image", "caption"), **options):
+def write_csv(path, rows, header=("image", "caption"), **options):
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, **options).writerows([header, *rows])
     return path
@@ -59,7 +59,7 @@ def write_parquet(path, samples, *, row_group_size=3, **columns):
 
 
 def colours_of(batch):
-    """Numbers of the colours in a batch, by the pixel in the middle."""
+    """The numbers of the colours in a batch, by the pixel in the middle."""
     known = {Image.new("RGB", (1, 1), colour).getpixel((0, 0)): number for number, colour in enumerate(COLOURS)}
     middle = batch.images.shape[-1] // 2
     return [known[tuple(image[:, middle, middle].tolist())] for image in batch.images]

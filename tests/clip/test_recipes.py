@@ -1,4 +1,4 @@
-"""The recipes that are too large for any test: their numbers of parameters, and one rank of many without data.
+"""The recipes that are too large to run in a test: their numbers of parameters, and one rank of many without data.
 
 Fake tensors have a device and a shape but no data: mixing devices, or reading a value from the GPU, raises.
 """
@@ -22,9 +22,9 @@ from tests.contrastive.fake_cuda import LiveBytes, first_blocks, on_fake_cuda
 from unisono.collectives import count_bytes
 from unisono.contrastive.tiled.columns import RingColumns
 from unisono_models.clip.config import Config
-from unisono_models.clip.data.loader import Batches
+from unisono_models.clip.data.loader import BatchMaker
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.clip.loss import Learner
+from unisono_models.clip.loss import ClipTrainingModule
 from unisono_models.clip.model import Clip
 from unisono_models.clip.model.tokenizer import CaptionTokenizer
 from unisono_models.clip.recipes import RECIPES
@@ -36,14 +36,16 @@ RANK, ROWS, HOST = 17, 128, 8  # this rank; pairs on each; ranks of a host
 
 
 @cache
-def built(name: str) -> Learner:
-    """The learner of a recipe on the meta device. Not to be changed."""
+def built(name: str) -> ClipTrainingModule:
+    """The training module of a recipe on the meta device. Do not change it."""
     config = RECIPES[name]
     words = {f"w{number}": number for number in range(config.model.text.vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     with torch.device("meta"):
-        return Learner(Clip(config.model, CaptionTokenizer(tokenizer, tokens=config.model.text.tokens)), config.objective)
+        return ClipTrainingModule(
+            Clip(config.model, CaptionTokenizer(tokenizer, tokens=config.model.text.tokens)), config.objective
+        )
 
 
 def parameters(module: torch.nn.Module) -> int:
@@ -52,7 +54,7 @@ def parameters(module: torch.nn.Module) -> int:
 
 @contextmanager
 def one_of(world: int, device: str = "cuda") -> Iterator[Ranks]:
-    """This process as one rank of `world`, with collectives that do nothing."""
+    """Make this process one rank of `world`, with collectives that do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=world)
     try:
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(HOST)):
@@ -63,7 +65,7 @@ def one_of(world: int, device: str = "cuda") -> Iterator[Ranks]:
 
 @contextmanager
 def without_data() -> Iterator[None]:
-    """Fake tensors; with answers to what torch asks a GPU itself, and the first 32 steps of rings, which are all alike."""
+    """Use fake tensors. What torch asks a GPU is answered, and of a ring only the first 32 steps run: all are alike."""
     with (
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
@@ -74,40 +76,40 @@ def without_data() -> Iterator[None]:
         yield
 
 
-def make_batch(config: Config, learner: Learner, device: torch.device) -> dict:
-    """A rank's batch of a step, from what the readers give to what the learner takes."""
+def make_batch(config: Config, module: ClipTrainingModule, device: torch.device) -> dict:
+    """A rank's batch of a step, from what the readers give to what the training module takes."""
     size, numbers = config.model.image.size, torch.arange(ROWS)
     pairs = PairBatch(torch.zeros(ROWS, 3, size, size, dtype=torch.uint8), ["w1 w2 w3"] * ROWS, numbers, numbers)
-    batches = Batches(learner.clip.tokenizer, None, config.augment, 0, device, parameter_dtype(config.parallel), False)
-    return batches.make(pairs, step=3, epoch=0)
+    maker = BatchMaker(module.clip.tokenizer, None, config.augment, 0, device, parameter_dtype(config.parallel), False)
+    return maker.make(pairs, step=3, epoch=0)
 
 
 @pytest.mark.parametrize(("name", "image", "layers"), [(NAMES[0], 85.8e6, 12), (NAMES[1], 303.2e6, 24)])
 def test_towers_have_their_numbers_of_parameters(name, image, layers):
-    config, learner = RECIPES[name], built(name)
-    assert {parameter.device.type for parameter in learner.parameters()} == {"meta"}
-    assert parameters(learner.clip.image.trunk) == pytest.approx(image, rel=0.01)
-    assert len(list(find_repeated_blocks(learner.clip.image))) == layers
-    text, width = learner.clip.text.trunk.config, learner.clip.text.features
+    config, module = RECIPES[name], built(name)
+    assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
+    assert parameters(module.clip.image.trunk) == pytest.approx(image, rel=0.01)
+    assert len(list(find_repeated_blocks(module.clip.image))) == layers
+    text, width = module.clip.text.trunk.config, module.clip.text.features
     embeddings = (config.model.text.vocabulary + text.max_position_embeddings) * width
     blocks = text.num_hidden_layers * (4 * width**2 + 2 * width * text.intermediate_size)
-    assert parameters(learner.clip.text.trunk) == pytest.approx(embeddings + blocks, rel=0.01)
-    heads = (learner.clip.image.features + width) * config.model.width
-    trunks = parameters(learner.clip.image.trunk) + parameters(learner.clip.text.trunk)
-    assert parameters(learner) == pytest.approx(trunks + heads, rel=0.001)
+    assert parameters(module.clip.text.trunk) == pytest.approx(embeddings + blocks, rel=0.01)
+    heads = (module.clip.image.features + width) * config.model.width
+    trunks = parameters(module.clip.image.trunk) + parameters(module.clip.text.trunk)
+    assert parameters(module) == pytest.approx(trunks + heads, rel=0.001)
 
 
 @on_fake_cuda
 @pytest.mark.parametrize("name", NAMES)
 def test_whole_forward_waits_for_no_device(name):
-    config, learner = RECIPES[name], deepcopy(built(name)).train()
+    config, module = RECIPES[name], deepcopy(built(name)).train()
     with one_of(config.data.batch // ROWS) as ranks, without_data():
-        learner.to_empty(device="cuda")
+        module.to_empty(device="cuda")
         with autocast_context(config.parallel, ranks):
-            batch = make_batch(config, learner, ranks.device)
-            features = [learner(batch, part) for part in learner.parts]
-            rounded = learner.clip.image(batch["images"])
-            losses = learner(batch)
+            batch = make_batch(config, module, ranks.device)
+            features = [module(batch, part) for part in module.parts]
+            rounded = module.clip.image(batch["images"])
+            losses = module(batch)
     assert {value.device.type for value in batch.values() if isinstance(value, torch.Tensor)} == {"cuda"}
     assert rounded.dtype == torch.bfloat16 and [x.dtype for x in features] == [torch.float32] * 2
     assert all(x.shape == (ROWS, config.model.width) for x in features)
@@ -115,7 +117,7 @@ def test_whole_forward_waits_for_no_device(name):
 
 
 def bytes_of_the_loss(name: str, world: int) -> int:
-    """The most bytes alive at once, of one rank of `world` with as many pairs each."""
+    """The peak of live bytes on one rank of `world`, with the same number of pairs on each."""
     loss, width = deepcopy(built(name).pairs), RECIPES[name].model.width
     with one_of(world), without_data():
         loss.to_empty(device="cuda")
@@ -137,19 +139,19 @@ def test_memory_of_the_loss_does_not_grow_with_the_number_of_ranks(name):
 def test_sharded_model_trains_in_the_memory_of_one_device():
     """ViT-L/14 on 128 ranks, parameters shared by the ranks of a host. Fake CPU tensors: FSDP2 asks for streams of a GPU."""
     name = "vitl14_datacomp"
-    config, learner = RECIPES[name], deepcopy(built(name)).train()
-    blocks, total = len(list(find_repeated_blocks(learner))), parameters(learner)
+    config, module = RECIPES[name], deepcopy(built(name)).train()
+    blocks, total = len(list(find_repeated_blocks(module))), parameters(module)
     with one_of(config.data.batch // ROWS, "cpu") as ranks:
-        model = parallelize(learner, replace(config.parallel, compile=False), ranks)
+        model = parallelize(module, replace(config.parallel, compile=False), ranks)
         mesh = next(model.parameters()).device_mesh
-        assert mesh.shape == (ranks.size // HOST, HOST) and mesh.mesh_dim_names == ("replicate", "shard")
+        assert mesh.shape == (ranks.world_size // HOST, HOST) and mesh.mesh_dim_names == ("replicate", "shard")
         assert sum(parameter.to_local().numel() for parameter in model.parameters()) == pytest.approx(total / HOST, rel=0.01)
         with without_data():
             model.to_empty(device="cpu")
-            batch = make_batch(config, learner, ranks.device)
+            batch = make_batch(config, module, ranks.device)
             with count_bytes() as traffic, LiveBytes() as live, autocast_context(config.parallel, ranks):
-                features = [model(batch, part) for part in learner.parts]
+                features = [model(batch, part) for part in module.parts]
                 torch.autograd.backward(features, [torch.ones_like(x) for x in features])
-    assert {name for name, parameter in learner.named_parameters() if parameter.grad is None} == {"pairs.log_scale"}
+    assert {name for name, parameter in module.named_parameters() if parameter.grad is None} == {"pairs.log_scale"}
     assert traffic.by_op["all_gather"].calls == 2 * blocks + 1
     assert live.most < 16 * 2**30, f"{live.most / 2**30:.1f} GiB, where 32 are what all activations take"

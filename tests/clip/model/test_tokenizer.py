@@ -13,7 +13,7 @@ import transformers
 
 from tests.clip.small_clip import BERT, CAPTIONS, small_tokenizer
 from unisono_models.clip.config import TextConfig
-from unisono_models.clip.model.tokenizer import CaptionTokenizer, make_tokenizer, shared_tokenizer
+from unisono_models.clip.model.tokenizer import CaptionTokenizer, load_or_make_tokenizer, make_tokenizer
 from unisono_models.training.distributed.launch import start_ranks
 from unisono_models.training.distributed.object_collectives import RanksError
 
@@ -24,11 +24,11 @@ ANOTHER = """
 import hashlib, json, sys, torch
 from pathlib import Path
 from unisono_models.clip.config import TextConfig
-from unisono_models.clip.model.tokenizer import shared_tokenizer
+from unisono_models.clip.model.tokenizer import load_or_make_tokenizer
 from unisono_models.training.distributed.launch import Ranks
 folder, alone = Path(sys.argv[1]), Ranks(0, 1, 0, torch.device("cpu"))
 texts = json.loads((folder / "texts.json").read_text())
-made = shared_tokenizer(TextConfig(vocabulary=400), texts, folder / "tokenizer.json", alone).to_json()
+made = load_or_make_tokenizer(TextConfig(vocabulary=400), texts, folder / "tokenizer.json", alone).to_json()
 print(hashlib.sha256(made.encode()).hexdigest())
 """
 TEXTS = [f"{one} {WORDS[(7 * place) % len(WORDS)]}, é 東京 ❤" for place, one in enumerate(WORDS)] + CAPTIONS
@@ -114,7 +114,7 @@ def test_model_s_own_tokenizer_is_that_of_transformers():
 
 @pytest.mark.parametrize("tokens", [-1, 0, 2])
 def test_tokenizer_rejects_lengths_that_leave_no_word(tokens):
-    with pytest.raises(ValueError, match=f"text.tokens: {tokens} leave no room for words beside the 2"):
+    with pytest.raises(ValueError, match=f"text.tokens: {tokens} leaves no room for words besides the 2"):
         make_tokenizer(TextConfig(tokens=tokens), CAPTIONS)
 
 
@@ -122,7 +122,7 @@ def test_make_tokenizer_rejects_models_without_a_tokenizer(tmp_path):
     with pytest.raises(ValueError, match=r"text.tokenizer=model needs a text.model"):
         make_tokenizer(TextConfig(tokenizer="model"), CAPTIONS)
     transformers.AutoConfig.for_model(**BERT).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=rf"text.model {tmp_path}: no tokenizer comes with it; say text.tokenizer=captions"):
+    with pytest.raises(ValueError, match=rf"text.model {tmp_path}: it has no tokenizer; use text.tokenizer=captions"):
         make_tokenizer(TextConfig(str(tmp_path), tokenizer="model"), CAPTIONS)  # transformers makes one that knows no word
     with pytest.raises(FileNotFoundError, match=r"package:torch: no folder with a config.json"):
         make_tokenizer(TextConfig("package:torch", tokenizer="model"), CAPTIONS)
@@ -130,19 +130,19 @@ def test_make_tokenizer_rejects_models_without_a_tokenizer(tmp_path):
 
 def test_from_json_rejects_what_is_no_tokenizer():
     for text in ("", "{}", "[]", small_tokenizer().to_json()[:-1]):
-        with pytest.raises(ValueError, match=r"CaptionTokenizer.from_json: not a tokenizer: \w"):
+        with pytest.raises(ValueError, match=r"CaptionTokenizer.from_json: this is not a tokenizer: \w"):
             CaptionTokenizer.from_json(text, tokens=8)
 
 
 def shares(path, captions):
     """Each rank has captions of its own, as if their files had been read in another order."""
     with start_ranks() as ranks:
-        tokenizer = shared_tokenizer(TextConfig(vocabulary=200, tokens=9), captions[ranks.rank :], path, ranks)
+        tokenizer = load_or_make_tokenizer(TextConfig(vocabulary=200, tokens=9), captions[ranks.rank :], path, ranks)
         return tokenizer.to_json(), tokenizer(CAPTIONS).tolist()
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_shared_tokenizer_is_rank_0_s_on_all_ranks_and_after_a_restart(ranks, tmp_path, world):
+def test_tokenizer_of_rank_0_is_used_on_all_ranks_and_after_a_restart(ranks, tmp_path, world):
     path = tmp_path / "tokenizer.json"
     expected = make_tokenizer(TextConfig(vocabulary=200, tokens=9), TEXTS).to_json()
     found = ranks(shares, path, TEXTS, world_size=world)
@@ -158,12 +158,14 @@ def test_shared_tokenizer_is_rank_0_s_on_all_ranks_and_after_a_restart(ranks, tm
 def fails_alike(path):
     with start_ranks() as ranks:
         config = replace(MINILM, model="")
-        with pytest.raises(RanksError, match=r"shared_tokenizer: rank 0: ValueError: text.tokenizer=model needs a text.model"):
-            shared_tokenizer(config, [], path, ranks)
+        with pytest.raises(
+            RanksError, match=r"load_or_make_tokenizer: rank 0: ValueError: text.tokenizer=model needs a text.model"
+        ):
+            load_or_make_tokenizer(config, [], path, ranks)
         path.parent.mkdir(exist_ok=True)
         path.write_text("damaged")
-        with pytest.raises(ValueError, match="not a tokenizer"):
-            shared_tokenizer(TextConfig(), [], path, ranks)
+        with pytest.raises(ValueError, match="this is not a tokenizer"):
+            load_or_make_tokenizer(TextConfig(), [], path, ranks)
 
 
 def test_what_fails_on_rank_0_fails_on_all_ranks(ranks, tmp_path):

