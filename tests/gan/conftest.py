@@ -17,7 +17,7 @@ from unisono_models.training.run.run_directory import open_run
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory):
+def finished_run(tmp_path_factory):
     """The directory, generator and metrics of a finished run on a folder of images. The generator is untrained."""
     home = tmp_path_factory.mktemp("gan")
     for place, array in enumerate(draw_images(60).pixels[:, 0].numpy()):

@@ -6,7 +6,6 @@ import torch
 
 from unisono_models.gan.data.dataset import Datasets
 from unisono_models.gan.data.images import ImageDataset
-from unisono_models.training.distributed.launch import Ranks
 
 
 def squares(rows: int, *, labelled: bool = True, size: int = 16, channels: int = 1) -> ImageDataset:
@@ -25,7 +24,3 @@ def squares(rows: int, *, labelled: bool = True, size: int = 16, channels: int =
 
 def small_datasets(**settings: Any) -> Datasets:
     return Datasets(squares(50, **settings), squares(21, **settings), fingerprint="squares")
-
-
-def alone() -> Ranks:
-    return Ranks(0, 1, 0, torch.device("cpu"))

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.gan.small_datasets import alone, small_datasets
+from tests.gan.small_datasets import small_datasets
+from tests.gan.small_runs import ALONE
 from unisono_models.gan.config import EvaluationConfig
 from unisono_models.gan.evaluate import Evaluator
 from unisono_models.gan.feature_extractor import (
@@ -71,7 +72,7 @@ def test_training_images_score_perfectly() -> None:
     datasets = small_datasets()
     extractor = FeatureExtractor(channels=1, size=16, classes=("a", "b", "c"))
     extractor.initialize(5)
-    found = Evaluator(datasets, extractor, alone(), None, EvaluationConfig(samples=50))(
+    found = Evaluator(datasets, extractor, ALONE, None, EvaluationConfig(samples=50))(
         lambda _, indices: datasets.train.floats(indices)
     )
     assert found["frechet_distance"] == pytest.approx(0, abs=1e-6)

@@ -28,8 +28,8 @@ def test_nearest_image_is_found_in_every_tile():
     assert torch.equal(places, wanted)
 
 
-def test_run_report_writes_export_figures_and_summary(finished):
-    path, generator, metrics = finished
+def test_run_report_writes_export_figures_and_summary(finished_run):
+    path, generator, metrics = finished_run
     names = {"samples.png", "real.png", "interpolation.png", "nearest.png", "training.webp", "step-00000010.png"}
     assert names < {file.name for file in (path / "samples").iterdir()}
     weights = load_file(path / "export" / "model.safetensors")

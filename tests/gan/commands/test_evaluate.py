@@ -8,17 +8,17 @@ from unisono_models.gan.commands.evaluate import main as evaluate
 from unisono_models.gan.commands.sample import main as sample
 
 
-def test_evaluate_gives_the_metrics_of_the_summary(finished):
-    rows = evaluate_run(EvaluateOptions(finished[0]), ALONE)
-    assert [row["generated"] for row in rows] == [row["run"] for row in rows] == list(finished[2].values())
+def test_evaluate_gives_the_metrics_of_the_summary(finished_run):
+    rows = evaluate_run(EvaluateOptions(finished_run[0]), ALONE)
+    assert [row["generated"] for row in rows] == [row["run"] for row in rows] == list(finished_run[2].values())
     for changed in ({"samples": 20}, {"seed": SEED + 1}):
-        others = evaluate_run(EvaluateOptions(finished[0], **changed), ALONE)
+        others = evaluate_run(EvaluateOptions(finished_run[0], **changed), ALONE)
         assert others[0]["generated"] != rows[0]["generated"] and others[0]["run"] == rows[0]["run"]
 
 
-def test_unfinished_run_is_rejected(finished, tmp_path):
+def test_unfinished_run_is_rejected(finished_run, tmp_path):
     with pytest.raises(SystemExit, match=r"no such directory.*scripts/train gan"):
         sample([str(tmp_path / "none")])
-    (tmp_path / "config.json").write_bytes((finished[0] / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((finished_run[0] / "config.json").read_bytes())
     with pytest.raises(SystemExit, match=r"export/model.safetensors is not there yet"):
         evaluate([str(tmp_path)])

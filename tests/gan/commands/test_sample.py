@@ -20,8 +20,8 @@ from unisono_models.gan.model.sampling import generate
 from unisono_models.training.run.run_directory import RunError
 
 
-def test_samples_have_the_labels_in_order(finished, tmp_path, capsys):
-    path, generator, _ = finished
+def test_samples_have_the_labels_in_order(finished_run, tmp_path, capsys):
+    path, generator, _ = finished_run
     command = [str(path), "--labels", "owl", "0", "owl", "--count", "2", "--out"]
     for name, more in {"one.png": [], "again/two.png": [], "other.png": ["--seed", "1"]}.items():
         main([*command, str(tmp_path / name), *more])
@@ -34,19 +34,19 @@ def test_samples_have_the_labels_in_order(finished, tmp_path, capsys):
     assert torch.equal(shown, as_cells(made[[0, 2, 4, 1, 3, 5]]))
 
 
-def test_truncation_makes_images_more_alike(finished):
-    exported = read_export(finished[0] / "export")
+def test_truncation_makes_images_more_alike(finished_run):
+    exported = read_export(finished_run[0] / "export")
 
     def spread(truncation):
-        options = SampleOptions(finished[0], labels=("dog",), count=4, truncation=truncation)
+        options = SampleOptions(finished_run[0], labels=("dog",), count=4, truncation=truncation)
         image = sample(exported, options)
         return cells(image, rows=4, columns=1, top=image.height - MARGIN - 4 * SIDE - 3 * GAP).double().std(0).mean()
 
     assert spread(0.0) == 0 < spread(0.3) < spread(1.0)
 
 
-def test_interpolations_begin_and_end_with_samples(finished, tmp_path):
-    path, generator, _ = finished
+def test_interpolations_begin_and_end_with_samples(finished_run, tmp_path):
+    path, generator, _ = finished_run
     out = tmp_path / "path.png"
     main([str(path), "--labels", "dog", "--interpolate", "4", "--count", "2", "--out", str(out)])
     with Image.open(out) as image:
@@ -67,14 +67,14 @@ def test_interpolations_begin_and_end_with_samples(finished, tmp_path):
         (["--out", "grid.gif"], "must end in .png"),
     ],
 )
-def test_wrong_options_are_rejected(finished, args, message):
+def test_wrong_options_are_rejected(finished_run, args, message):
     with pytest.raises(SystemExit, match=message):
-        main([str(finished[0]), *args])
+        main([str(finished_run[0]), *args])
 
 
-def test_error_suggests_only_runs_of_this_model(finished, tmp_path, monkeypatch):
+def test_error_suggests_only_runs_of_this_model(finished_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    about = json.loads((finished[0] / "config.json").read_text())
+    about = json.loads((finished_run[0] / "config.json").read_text())
     for name, model in {"begun": "gan", "ours": "gan", "theirs": "clip"}.items():
         (tmp_path / "runs" / name / "export").mkdir(parents=True)
         if name != "begun":

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from PIL import Image
 
 from unisono_models.gan.config import Condition, DataConfig
 from unisono_models.gan.data.dataset import Datasets, build_datasets
-from unisono_models.training.distributed.launch import Ranks, start_ranks
-
-ALONE = Ranks(0, 1, 0, torch.device("cpu"))
+from unisono_models.training.distributed.launch import start_ranks
 
 
 def build(config: DataConfig, condition: Condition = "none") -> Datasets:

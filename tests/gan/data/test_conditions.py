@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gan.data.image_files import ALONE, build, write_image
+from tests.gan.data.image_files import build, write_image
+from tests.gan.small_runs import ALONE
 from unisono_models.gan.config import DataConfig
 from unisono_models.gan.data import dataset as dataset_module
 from unisono_models.gan.data.conditions import TextEncoder, encode_captions

@@ -36,8 +36,8 @@ def test_export_is_read_as_it_was_written(tmp_path, condition, dtype):
         ("config.json", lambda data: b"[1]", "TypeError"),
     ],
 )
-def test_damaged_export_is_rejected(finished, tmp_path, name, change, message):
-    run = shutil.copytree(finished[0], tmp_path / "run")
+def test_damaged_export_is_rejected(finished_run, tmp_path, name, change, message):
+    run = shutil.copytree(finished_run[0], tmp_path / "run")
     file = run / "export" / name
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(
