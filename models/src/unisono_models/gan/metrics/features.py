@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from unisono.collectives import Group
-from unisono_models.training.distributed.object_collectives import all_gather_object, format_by_rank
+from unisono_models.training.distributed.object_collectives import validate_on_all_ranks
 
 
 def validate_features(function: str, problem: str = "", *, group: Group = None, **features: Tensor) -> dict[str, int]:
@@ -29,12 +29,7 @@ def validate_features(function: str, problem: str = "", *, group: Group = None, 
     if not problem and len({(x.dtype, x.shape[1]) for x in features.values()}) > 1:
         problem = f"expected features of one dtype and width, got {layout}"
     counts = [] if problem else [len(x) for x in features.values()]
-    problems, layouts, all_counts = zip(*all_gather_object([problem, layout, counts], group=group), strict=True)
-    if any(problems):
-        raise ValueError(f"{function}: {format_by_rank(dict(enumerate(problems)))}")
-    if len(set(layouts)) > 1:
-        by_rank = format_by_rank(dict(enumerate(layouts)))
-        raise ValueError(f"{function}: features must have one dtype and width on all ranks; {by_rank}")
+    all_counts = validate_on_all_ranks(function, problem, same=layout, value=counts, group=group)
     return {name: sum(counts[index] for counts in all_counts) for index, name in enumerate(features)}
 
 

@@ -22,7 +22,7 @@ from unisono_models.datasets.file_patterns import PACKED, check_same_files
 from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.batch import Batch, Ids
 from unisono_models.recommender.data.features import Feature
-from unisono_models.training.distributed.launch import Ranks, shard_range
+from unisono_models.training.distributed.launch import shard_range
 from unisono_models.training.distributed.object_collectives import raise_together
 
 INTEGER_COLUMNS = tuple(f"I{number}" for number in range(1, 14))
@@ -151,15 +151,12 @@ class LineIndex:
         return ChunkLocation(file, int(self.starts[chunk]), stop, line)
 
 
-def index_lines(paths: Sequence[Path], *, lines_per_chunk: int = 512, ranks: Ranks | None = None) -> LineIndex:
+def index_lines(paths: Sequence[Path], *, lines_per_chunk: int = 512) -> LineIndex:
     """Count the lines of all `paths` and divide them into chunks. All ranks call; each reads a share of the bytes, once.
 
     A chunk has `lines_per_chunk` lines, and fewer at the end of a file and at the end of each 64 MiB of it, so that no rank
     needs to know what another has counted. The chunks do not depend on the number of ranks. The last line of a file may lack
     its newline; an empty file has no lines. Memory: 16 bytes for each chunk.
-
-    Args:
-        ranks: None: the ranks of the default process group, or one.
 
     Raises: ValueError for compressed files, or if ranks see different files. RanksError on all ranks if one cannot read.
 
@@ -179,7 +176,7 @@ def index_lines(paths: Sequence[Path], *, lines_per_chunk: int = 512, ranks: Ran
             raise ValueError(
                 f"index_lines: {packed[0]}: a compressed file cannot be read from any line: unpack it, or convert it to parquet"
             )
-    me = ranks or resolve_group(None)
+    me = resolve_group(None)
     check_same_files(paths, source=paths, what="index_lines")
     with raise_together("index_lines"):
         sizes = [path.stat().st_size for path in paths]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from unisono_models.recommender.data.files import SUFFIXES, DatasetFiles, find_d
 from unisono_models.recommender.data.parquet import ParquetChunks
 from unisono_models.recommender.data.ratings import Ratings, Vocabulary, find_atomic_files, in_intervals, read_ratings
 from unisono_models.recommender.data.splits import split_chunks, split_groups, split_rows, validate_parts
-from unisono_models.training.distributed.launch import Ranks, shard_range
+from unisono_models.training.distributed.launch import Ranks, shard_chunks
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.sampler import StepSampler
 
@@ -172,11 +171,11 @@ def _build_streaming(config: DataConfig, files: DatasetFiles, features: Sequence
             raise ValueError(
                 f"data.parts={config.parts}: validation and test have to be of the same size where data is streamed"
             )
-    chunks = test_chunks = _open_chunks(files.source, files.format, features, config, ranks)
+    chunks = test_chunks = _open_chunks(files.source, files.format, features, config)
     with raise_together("build_datasets"):
         train, valid, test = split_chunks(chunks, config.parts[1], config.split_seed)
     if config.test:
-        test_chunks = _open_chunks(config.test, files.format, features, config, ranks)
+        test_chunks = _open_chunks(config.test, files.format, features, config)
         train = torch.cat([train, test])
         test = torch.arange(len(test_chunks.sizes))
 
@@ -191,7 +190,7 @@ def _build_streaming(config: DataConfig, files: DatasetFiles, features: Sequence
     return Datasets(features, train_set, valid_set, test_set, mapped=mapped, sample=sample, notes=(*files.notes, *notes))
 
 
-def _open_chunks(source: str, format: str, features: Sequence[Feature], config: DataConfig, ranks: Ranks) -> Chunks:
+def _open_chunks(source: str, format: str, features: Sequence[Feature], config: DataConfig) -> Chunks:
     paths: list[Path] = []
     with raise_together("build_datasets"):
         _, paths = find_files(source, kinds=dict.fromkeys(SUFFIXES[format], format), what="data.source")
@@ -199,7 +198,7 @@ def _open_chunks(source: str, format: str, features: Sequence[Feature], config: 
     if format == "parquet":
         with raise_together("build_datasets"):
             return ParquetChunks(paths, features, label=config.label, rows_per_chunk=config.chunk_rows)
-    index = index_lines(paths, lines_per_chunk=config.chunk_rows, ranks=ranks)
+    index = index_lines(paths, lines_per_chunk=config.chunk_rows)
     with raise_together("build_datasets"):
         return CriteoChunks(paths, features, index=index)
 
@@ -211,10 +210,7 @@ def split_for_rank(count: int, rank: int, world_size: int, rows: int) -> list[Te
         >>> [len(piece) for piece in split_for_rank(10, 1, 2, 3)], [len(piece) for piece in split_for_rank(1, 1, 2, 3)]
         ([3, 2], [0])
     """
-    share = shard_range(count, rank, world_size)
-    longest_share = len(shard_range(count, 0, world_size))
-    pieces = max(1, math.ceil(longest_share / rows))
-    return list(torch.arange(share.start, share.stop).tensor_split(pieces))
+    return [torch.arange(piece.start, piece.stop) for piece in shard_chunks(count, rank, world_size, rows)]
 
 
 def prefetch(read: Callable[[int], Item], first: int, last: int) -> Iterator[tuple[Item, Item | None]]:
