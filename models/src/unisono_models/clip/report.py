@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -19,11 +17,10 @@ from unisono_models.clip.loss import ClipTrainingModule
 from unisono_models.clip.model import Clip
 from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.training.distributed.object_collectives import raise_together
-from unisono_models.training.run.report import ReportImage, write_report
+from unisono_models.training.run.report import ReportImage, print_next_commands, print_table, write_report
 from unisono_models.training.run.run_directory import RunDirectory
 
 METRICS = ("recall@1", "recall@5", "recall@10", "median_rank")
-COLUMNS = ("test", "task", *METRICS)
 
 
 def write_run_report(
@@ -67,7 +64,14 @@ def write_run_report(
         highlights=[name for name in metrics if name.endswith(("text_to_image/recall@1", "text_to_image/recall@10"))],
     )
     if run.first:
-        _print_summary(rows, run)
+        print_table(rows, title="Retrieval on held-out data")
+        print_next_commands(
+            run,
+            {
+                "Search": f'unisono_models.clip search {run.path} "red heart"',
+                "Search page": f"unisono_models.clip serve {run.path}",
+            },
+        )
     run.finish(metrics)  # last: a finished run is never run again
 
 
@@ -102,24 +106,3 @@ def _intro(config: Config, datasets: Datasets) -> str:
         f"{', frozen' if text.frozen else ''}) were trained on {len(datasets.train):,} pairs, in {config.run.steps:,} steps of "
         f"{config.data.batch:,} pairs, with the {config.objective.loss} loss over the global batch.\n\nTests: {tests}."
     )
-
-
-def _print_summary(rows: Sequence[Mapping[str, Any]], run: RunDirectory) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Retrieval on held-out data")
-    for name in COLUMNS:
-        table.add_column(name.replace("_", " "), justify="left" if name in ("test", "task") else "right")
-    for row in rows:
-        cells = [row.get(name, "") for name in COLUMNS]
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else cell for cell in cells))
-    console = Console(width=None if Console().is_terminal else 110)
-    console.print(table)
-    python = "python" if shutil.which("python") == sys.executable else sys.executable  # a checkout's is not on the PATH
-    for what, command in (
-        ("Report", str(run.path / "report.html")),
-        ("Search", f'{python} -m unisono_models.clip search {run.path} "red heart"'),
-        ("Search page", f"{python} -m unisono_models.clip serve {run.path}"),
-    ):
-        console.print(f"{what}:  {command}", soft_wrap=True, highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono_models.gan.config import Condition, Config
+from unisono_models.gan.config import Config
 from unisono_models.gan.data.dataset import Datasets
 from unisono_models.gan.data.images import ImageDataset
 from unisono_models.gan.evaluate import Evaluator
@@ -27,7 +26,7 @@ from unisono_models.gan.model.sampling import (
 )
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.run.plots import readable_name
-from unisono_models.training.run.report import ReportImage, format_number, write_report
+from unisono_models.training.run.report import ReportImage, print_next_commands, print_table, write_report
 from unisono_models.training.run.run_directory import RunDirectory
 
 HIGHLIGHTS = ("frechet_distance", "label_accuracy", "precision", "recall")
@@ -82,7 +81,16 @@ def write_run_report(
     )
     if run.first:
         print_table(rows, title=_TABLE_TITLE)
-        _print_next_commands(run, config.model.condition)
+        option = {"class": "", "none": "", "text": ' --texts "red heart"', "vector": " --vectors FILE.npy"}[
+            config.model.condition
+        ]
+        print_next_commands(
+            run,
+            {
+                "Generate images": f"unisono_models.gan sample {run.path}{options[config.model.condition]} --out grid.png",
+                "Evaluate again": f"unisono_models.gan evaluate {run.path}",
+            },
+        )
     run.finish({**metrics, **real})  # last: a finished run is not started again
 
 
@@ -197,30 +205,3 @@ def _notes(evaluator: Evaluator) -> list[str]:
         f"{evaluator.config.samples:,} images were generated. Fewer images give larger distances by chance; precision and "
         "recall use as many real images, so wider balls. The two columns can be compared only roughly.",
     ]
-
-
-def print_table(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
-    """Print a table on the terminal."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for name in rows[0] if rows else ():
-        table.add_column(name, justify="left" if name == "metric" else "right")
-    for row in rows:
-        table.add_row(*(format_number(cell) for cell in row.values()))
-    Console(width=None if Console().is_terminal else 110).print(table)
-
-
-def _print_next_commands(run: RunDirectory, kind: Condition) -> None:
-    from rich.console import Console
-
-    console = Console()
-    python = "python" if shutil.which("python") == sys.executable else sys.executable  # .venv may not be on the path
-    option = {"class": "", "none": "", "text": ' --texts "red heart"', "vector": " --vectors FILE.npy"}[kind]
-    for what, command in (
-        ("Report", str(run.path / "report.html")),
-        ("Generate images", f"{python} -m unisono_models.gan sample {run.path}{option} --out grid.png"),
-        ("Evaluate again", f"{python} -m unisono_models.gan evaluate {run.path}"),
-    ):
-        console.print(f"{what}:  {command}", soft_wrap=True, highlight=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
@@ -22,7 +20,7 @@ from unisono_models.recommender.model.export import full_weights, write_export
 from unisono_models.recommender.model.heads import HEADS
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.run.plots import COLOURS, INKS
-from unisono_models.training.run.report import ReportImage, write_report
+from unisono_models.training.run.report import ReportImage, print_next_commands, print_table, write_report
 from unisono_models.training.run.run_directory import RunDirectory
 
 HIGHLIGHTS = ("test/auc", "test/log_loss", "test/ndcg@10", "test/recall@10", "test/hit@10")
@@ -85,7 +83,9 @@ def write_run_report(
         highlights=[name for name in HIGHLIGHTS if name in metrics],
     )
     if ranks.first:
-        _print_summary(tables["Test"], run, can_recommend=ratings is not None)
+        print_table(tables["Test"], title="Test", format_cell=_format_cell)
+        recommend = {"Recommend": f"unisono_models.recommender recommend {run.path}"} if ratings is not None else {}
+        print_next_commands(run, recommend)
     run.finish(metrics)  # last: a run that is marked as finished is not started again
 
 
@@ -212,24 +212,6 @@ def _group_items(ratings: Ratings, rows: Tensor) -> tuple[Tensor, list[str]]:
             names = [ratings.vocabularies[feature.name].value(value) for value in frequent]
             return torch.tensor(groups), [*names, "other"]
     return torch.zeros(len(rows), dtype=torch.int64), ["items"]
-
-
-def _print_summary(rows: list[dict[str, Any]], run: RunDirectory, *, can_recommend: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Test")
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name == "metric" else "right")
-    for row in rows:
-        table.add_row(*(_format_cell(cell) for cell in row.values()))
-    console = Console(width=None if Console().is_terminal else 110)
-    console.print(table)
-    console.print(f"Report:  {run.path / 'report.html'}", soft_wrap=True, highlight=False)
-    if can_recommend:
-        python = "python" if shutil.which("python") == sys.executable else sys.executable  # a checkout's is not on the path
-        command = f"{python} -m unisono_models.recommender recommend {run.path}"
-        console.print(f"Recommend:  {command}", soft_wrap=True, highlight=False)
 
 
 def _format_cell(cell: object) -> str:

@@ -16,11 +16,12 @@ from unisono_models.gan.evaluate import Evaluator
 from unisono_models.gan.feature_extractor import FILE, load_or_train_feature_extractor
 from unisono_models.gan.model.export import FILES, read_export
 from unisono_models.gan.model.sampling import generate_for_evaluation
-from unisono_models.gan.report import metric_rows, print_table
+from unisono_models.gan.report import metric_rows
 from unisono_models.training.config.serialization import read_json
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 from unisono_models.training.distributed.object_collectives import RanksError, raise_together
 from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.run.report import print_table
 from unisono_models.training.run.run_directory import RunError, find_run
 
 _TIMEOUT = 1800.0  # seconds without progress; reading many images takes long on some disks

@@ -6,7 +6,9 @@ import base64
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
@@ -73,6 +75,31 @@ def format_number(value: object) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def print_table(rows: Sequence[Row], *, title: str, format_cell: Callable[[object], str] = format_number) -> None:
+    """Print `rows` as a table on the terminal. Texts are aligned to the left, numbers to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    for name in columns:
+        is_text = any(isinstance(row.get(name), str) and row[name] for row in rows)
+        table.add_column(name.replace("_", " "), justify="left" if is_text else "right")
+    for row in rows:
+        table.add_row(*(format_cell(row.get(name, "")) for name in columns))
+    Console(width=None if Console().is_terminal else 110).print(table)
+
+
+def print_next_commands(run: RunDirectory, commands: Mapping[str, str]) -> None:
+    """Print where the report is, and what to type next: titles, and commands for `python -m`."""
+    from rich.console import Console
+
+    python = "python" if shutil.which("python") == sys.executable else sys.executable  # that of .venv may not be on the PATH
+    lines = {"Report": str(run.path / "report.html")} | {title: f"{python} -m {command}" for title, command in commands.items()}
+    for title, line in lines.items():
+        Console().print(f"{title}:  {line}", soft_wrap=True, highlight=False)
 
 
 def _aligned(values: Sequence[object]) -> list[str]:
