@@ -1,7 +1,5 @@
 """The command line of the benchmarks: ./scripts/bench NAME [--help], and ./scripts/bench report FILE.json"""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Sequence

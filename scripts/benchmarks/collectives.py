@@ -1,7 +1,5 @@
 """Is all_gather of uneven lengths, with gradients, as fast as torch's own call on equal lengths?"""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

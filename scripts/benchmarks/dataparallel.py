@@ -1,7 +1,5 @@
 """Are scatter, gather and replicas as fast as torch.nn.parallel's, and is GradientSync as fast as DDP?"""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Is a whole training step faster than open_clip's with the same towers, and does it take less memory?"""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

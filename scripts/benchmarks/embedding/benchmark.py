@@ -1,7 +1,5 @@
 """Are the sharded tables faster than TorchRec's, and do they send and hold less?"""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The tables that the benchmark compares, built and measured on the ranks. Ours are called as a user would call them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """TorchRec's tables as contenders: an EmbeddingBagCollection under DistributedModelParallel, with a fused optimizer."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """What every contender with tables receives: tables, batches, gradients; and the outputs that they must compute from it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple, Self

@@ -1,7 +1,5 @@
 """Measure on one rank: wall and CPU time, peak memory, bytes sent. Every rank imports this file, so it imports little."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

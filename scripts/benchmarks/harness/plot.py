@@ -1,7 +1,5 @@
 """Draw the plot of a benchmark: one panel of horizontal bars for each column of a table that has a `plot` title."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import cycle, pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run functions on fresh ranks, or on ranks that stay, with a progress bar."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Show results in the terminal, and write them as a JSON file, a Markdown report and a plot."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Iterable, Sequence

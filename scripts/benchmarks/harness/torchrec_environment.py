@@ -1,7 +1,5 @@
 """A second environment, .venv-torchrec: TorchRec only loads with an older torch, which all contenders beside it use."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

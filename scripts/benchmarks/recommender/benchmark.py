@@ -1,7 +1,5 @@
 """Is a training step of the recommender faster with our tables than with TorchRec's?"""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The training steps that the benchmark compares, built and measured on the ranks. Ours is built as its training builds it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

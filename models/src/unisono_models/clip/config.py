@@ -1,7 +1,5 @@
 """The config of a training. Every field is an option of the command line, and its docstring is the text of --help."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

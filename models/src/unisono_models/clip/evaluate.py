@@ -1,7 +1,5 @@
 """Evaluation: retrieval in both directions, image to image, and zero-shot classification, on all ranks together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Search results as one image: a row for each query, with its results to the right."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass

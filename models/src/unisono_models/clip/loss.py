@@ -1,7 +1,5 @@
 """The training module: the model and its losses in one module, which DDP or FSDP2 can wrap."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 

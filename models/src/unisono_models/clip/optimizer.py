@@ -1,7 +1,5 @@
 """AdamW with parameter groups, and a learning rate that is a function of the step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The recipes: which model is trained, on which data, for how long. The command line can change any field."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from unisono_models.clip.config import (

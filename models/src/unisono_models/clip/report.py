@@ -1,7 +1,5 @@
 """The end of a run: the exported model, an image of example searches, a table of metrics, and the report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

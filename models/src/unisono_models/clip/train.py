@@ -1,7 +1,5 @@
 """Train the contrastive model: torchrun --nproc-per-node N -m unisono_models.clip train [RECIPE] [--field VALUE …]"""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Files by name, folder or pattern: data/*.tar, data/{00000..00123}.tar, data/{a,b}.csv."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import os

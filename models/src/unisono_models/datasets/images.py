@@ -1,7 +1,5 @@
 """Image files as users have them, of any mode and shape, decoded to RGB or grey."""
 
-from __future__ import annotations
-
 import io
 import os
 import stat

@@ -1,7 +1,5 @@
 """The files of installed packages, found without importing them."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

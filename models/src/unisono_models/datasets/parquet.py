@@ -1,7 +1,5 @@
 """Parquet files, read by row group. The last row groups and files stay in memory."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Datasets by name: built-in ones and a user's own are registered in the same way."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """The samples that a run had to skip, counted by reason."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

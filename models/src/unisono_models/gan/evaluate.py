@@ -1,7 +1,5 @@
 """The metrics of generated images, exact over the images of all ranks. `train` and the command `evaluate` call it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

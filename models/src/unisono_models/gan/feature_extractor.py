@@ -1,7 +1,5 @@
 """The feature extractor of the metrics: a small classifier that is trained on the run's own images and kept in the run."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

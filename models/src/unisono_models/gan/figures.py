@@ -1,7 +1,5 @@
 """Image files that show generated images: grids, and the animation of a training."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

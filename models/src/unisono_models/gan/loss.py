@@ -4,8 +4,6 @@ In all functions, `real` and `fake` are the scores (n,) of this rank's real and 
 condition. A loss is the mean of the per-row losses over the global batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal

@@ -1,7 +1,5 @@
 """The recipes of the GAN. Every field of their configs can be changed on the command line."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from unisono_models.gan.config import Config, DataConfig, EvaluationConfig, LossConfig, ModelConfig, OptimizerConfig

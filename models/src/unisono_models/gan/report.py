@@ -1,7 +1,5 @@
 """What a run writes: sample grids during the training; at the end the export, figures and the report."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -81,9 +79,7 @@ def write_run_report(
     )
     if run.first:
         print_table(rows, title=_TABLE_TITLE)
-        option = {"class": "", "none": "", "text": ' --texts "red heart"', "vector": " --vectors FILE.npy"}[
-            config.model.condition
-        ]
+        options = {"class": "", "none": "", "text": ' --texts "red heart"', "vector": " --vectors FILE.npy"}
         print_next_commands(
             run,
             {

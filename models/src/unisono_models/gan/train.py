@@ -1,7 +1,5 @@
 """Train the GAN: torchrun --nproc-per-node N -m unisono_models.gan train [RECIPE] [--field VALUE …]"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The settings of the recommender. Every field is an option of the command line, and its docstring is the help text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Evaluator: the metrics of a model on validation and test, exact over the rows of all ranks. train.py calls it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """TrainingModule: a model and its loss over the global batch, in one module for DDP to wrap."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The end of a run: the exported model, a map of the items, tables and report.html."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten

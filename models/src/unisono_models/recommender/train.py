@@ -1,7 +1,5 @@
 """Train the recommender: torchrun --nproc-per-node N -m unisono_models.recommender train [RECIPE] [--field VALUE …]"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

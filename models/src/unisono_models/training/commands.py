@@ -1,7 +1,5 @@
 """`python -m PACKAGE COMMAND ...`: the commands of a package, listed by --help and imported only when they run."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import sys

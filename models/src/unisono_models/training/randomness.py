@@ -4,8 +4,6 @@ There is no state, so neither the number of ranks nor a restart changes them. to
 call after the other: there the mask of a sample depends on its row and its rank.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Sequence

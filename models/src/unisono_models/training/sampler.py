@@ -1,7 +1,5 @@
 """Which samples each step has: one order for all ranks, which depends on the seed only. Each rank takes its share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Schedules. They depend on the step only, so a run that continues does the same."""
 
-from __future__ import annotations
-
 import math
 
 

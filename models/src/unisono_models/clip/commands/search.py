@@ -1,7 +1,5 @@
 """Search a trained model's images from the command line: `python -m unisono_models.clip search RUN_DIR "red heart"`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Random augmentation of a batch of images. The result for an image does not depend on the others in the batch."""
 
-from __future__ import annotations
-
 import math
 
 import torch

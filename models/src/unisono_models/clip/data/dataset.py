@@ -10,8 +10,6 @@ A built-in dataset is registered exactly like your own:
     main(["emoji", "--data.source", "mine"])  # unisono_models.clip.train.main
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

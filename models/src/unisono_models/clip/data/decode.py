@@ -1,7 +1,5 @@
 """Image files of any mode and shape, decoded to RGB squares."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from PIL import Image

@@ -1,7 +1,5 @@
 """The files that users bring: which reader they need, and which pairs are held out for evaluation."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Loads a rank's pairs of each step, with worker processes, and makes the batches that the training module takes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

@@ -1,7 +1,5 @@
 """The interface of a dataset of image-caption pairs, and what the readers of files share."""
 
-from __future__ import annotations
-
 import hashlib
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Pairs in parquet files as Hugging Face writes them: image: struct<bytes, path>, caption: string."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

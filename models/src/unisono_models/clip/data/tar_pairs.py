@@ -3,8 +3,6 @@
 An index says where the images and captions lie in the tars. It is made once and cached. Nothing is ever extracted.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

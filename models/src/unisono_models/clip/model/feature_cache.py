@@ -1,7 +1,5 @@
 """Features of frozen towers: all ranks compute them once, before training, and each step looks them up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The emoji that there are, their names and the files of their images, from packages that pip installs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache

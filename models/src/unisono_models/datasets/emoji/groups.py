@@ -1,7 +1,5 @@
 """The nine groups of Unicode's emoji chart, by the first code point. No pip package has them."""
 
-from __future__ import annotations
-
 from functools import cache
 
 GROUPS = (

@@ -1,7 +1,5 @@
 """The images of emoji as pixels, rendered once for each size and kept in a file."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

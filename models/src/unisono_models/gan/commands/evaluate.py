@@ -1,7 +1,5 @@
 """Compute the metrics of a finished run again: python -m unisono_models.gan evaluate RUN_DIR (or with torchrun)"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

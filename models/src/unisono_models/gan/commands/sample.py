@@ -1,7 +1,5 @@
 """Generate images with a finished run: python -m unisono_models.gan sample RUN_DIR --labels 3 1 4 1 5 --out grid.png"""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

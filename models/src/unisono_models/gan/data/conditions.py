@@ -1,7 +1,5 @@
 """The condition of each image: labels, vectors from a file, or captions that a frozen text encoder turns into vectors."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The training and test set of a run, built from the config."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

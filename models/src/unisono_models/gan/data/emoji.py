@@ -1,7 +1,5 @@
 """The emoji dataset: the drawings of three vendors, without skin tones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """A folder of image files: subfolders are classes, and metadata.csv or metadata.jsonl holds captions (HF's ImageFolder)."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

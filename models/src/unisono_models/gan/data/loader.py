@@ -1,7 +1,5 @@
 """The batch of each step: real images, conditions and noise, as a function of the seed, the step and the row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """MNIST: 5,000 of its digits from a pip package, and folders of idx files, the format of MNIST and Fashion-MNIST."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import re

@@ -1,7 +1,5 @@
 """Checks of the features that metrics take. All ranks check together, so that an error is raised on all or on none."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from unisono.collectives import Group

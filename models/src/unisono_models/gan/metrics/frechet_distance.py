@@ -4,8 +4,6 @@ The formula is that of FID, but FID is by definition computed on the features of
 the run's own feature extractor, so the numbers cannot be compared with FID.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

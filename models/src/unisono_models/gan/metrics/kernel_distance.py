@@ -3,8 +3,6 @@
 KID is by definition computed on the features of one Inception network, ours on those of the run's own feature extractor.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Whether a classifier recognizes generated images as the classes they were generated for, and which classes there are."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

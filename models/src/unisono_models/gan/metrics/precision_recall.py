@@ -1,7 +1,5 @@
 """Precision and recall of generated images (Kynkäänniemi et al. 2019), density and coverage (Naeem et al. 2020)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The layers that both networks are built from: residual, without normalization, after R3GAN (Huang et al. 2024)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """The discriminator: an image and a condition to a score, which is higher for real images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from einops import rearrange

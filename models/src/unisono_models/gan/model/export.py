@@ -1,7 +1,5 @@
 """A trained generator as a folder: the weights as safetensors, the config as JSON."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The generator: noise and a condition to an image; and the moving average of its weights."""
 
-from __future__ import annotations
-
 import copy
 from typing import TypeVar
 

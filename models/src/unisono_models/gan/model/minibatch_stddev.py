@@ -1,7 +1,5 @@
 """Minibatch standard deviation (Karras et al. 2018) over groups of the global batch, for any split of it over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -3,8 +3,6 @@
 Noise is a function of the seed, a stream name and the number of the image: the same on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

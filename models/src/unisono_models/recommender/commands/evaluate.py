@@ -1,7 +1,5 @@
 """python -m unisono_models.recommender evaluate RUN_DIR: test the model of a finished run again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """python -m unisono_models.recommender recommend RUN_DIR: print the items that a user might like."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

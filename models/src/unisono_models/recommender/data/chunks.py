@@ -1,7 +1,5 @@
 """Data that is too large for memory: it is read in chunks of rows, in an order that depends on the seed alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol

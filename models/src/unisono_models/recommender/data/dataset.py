@@ -1,7 +1,5 @@
 """The datasets of a run: train, validation and test, as the config describes them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

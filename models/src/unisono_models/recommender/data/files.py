@@ -1,7 +1,5 @@
 """Which files `data.source` means: those of a registered dataset, or the user's own, in one of three formats."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

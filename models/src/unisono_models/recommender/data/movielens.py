@@ -1,7 +1,5 @@
 """MovieLens, as it comes with pip packages. The ratings are GroupLens'; their terms forbid commercial redistribution."""
 
-from __future__ import annotations
-
 from unisono_models.datasets.package_files import package_folder
 from unisono_models.recommender.data.files import DATASETS, DatasetFiles
 

@@ -1,7 +1,5 @@
 """Rows in parquet files: ids as integers or strings, lists of them, numbers, and a label."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Random splits into train, validation and test: by rows, by each user's rows, or by chunks. They depend on the seed alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Metrics of click models: the exact area under the ROC curve (AUC), log loss, accuracy and calibration."""
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate, pairwise
 

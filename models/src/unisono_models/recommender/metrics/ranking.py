@@ -1,7 +1,5 @@
 """Metrics of retrieval: the top items of each user, and recall, NDCG, hit rate, precision and MRR of such lists."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

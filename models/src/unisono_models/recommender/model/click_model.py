@@ -1,7 +1,5 @@
 """ClickModel: predicts the probability that a user likes an item, from the features of both."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """A trained model as a folder: model.safetensors, config.json and vocabularies.json. It can be read on any number of ranks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 A head turns the embeddings of a row's features into the logit of a click.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple

@@ -1,7 +1,5 @@
 """The embedding tables of a model, sharded over ranks, as the config describes them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

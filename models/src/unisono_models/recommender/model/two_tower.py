@@ -1,7 +1,5 @@
 """TwoTower: embeds users and items as vectors of one space, in which users are near to the items that they like."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Atomic and durable file writes, and plain messages for errors of the disk."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -7,8 +7,6 @@ A directory without a valid COMMIT does not count: its writer died. `step-000001
 again. It is removed when the new one is committed. Nothing here communicates: rank 0 calls the functions that write.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

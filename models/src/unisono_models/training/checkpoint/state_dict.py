@@ -4,8 +4,6 @@ Names: model/{parameter}, optimizer/{optimizer}/{parameter}/{entry}, extra/{name
 (hyperparameters, a step count, a module's extra state) must be JSON, or a dict of tensors and JSON.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias

@@ -4,8 +4,6 @@ Each rank writes one file, `rank-00003.bin`, with its tensors one after another,
 `tensors.json`: for every tensor its dtype, its shape and its blocks, as [file, first byte, offsets in the tensor, sizes].
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import hashlib

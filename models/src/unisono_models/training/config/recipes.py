@@ -1,7 +1,5 @@
 """Recipes: functions that return a config, and the command line that changes its fields."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -3,8 +3,6 @@
 tyro makes the command line from them: the text below a field is what --help says about it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """Configs as JSON and back, by their type hints: the config.json of runs and of exported models."""
 
-from __future__ import annotations
-
 import json
 import types
 from collections.abc import Mapping, Sequence

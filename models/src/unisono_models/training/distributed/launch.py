@@ -1,7 +1,5 @@
 """How a process joins the other ranks, chooses its device, and ends."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

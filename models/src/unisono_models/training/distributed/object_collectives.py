@@ -1,7 +1,5 @@
 """Collectives on small Python values, sent as JSON. Unlike torch.distributed's, they never unpickle what a peer sends."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

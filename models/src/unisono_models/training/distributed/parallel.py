@@ -1,7 +1,5 @@
 """A model on several ranks: DDP or FSDP2, mixed precision, activation checkpointing, compiled blocks."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ a rank that starts before the others can read the address of a dead process, and
 own keys.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Compare runs: whether two runs of one config have the same numbers, and a table of the metrics of several runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

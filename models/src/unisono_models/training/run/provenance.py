@@ -1,7 +1,5 @@
 """Where a run comes from: versions, commit, command, machine. A run has one such record for each start."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """report.html: what a run did, on one page that contains its images and needs no network."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

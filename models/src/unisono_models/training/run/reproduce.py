@@ -1,7 +1,5 @@
 """Repeat a run from its directory and compare the numbers: python -m unisono_models.training reproduce RUN_DIR"""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """The argument `group` of every function: which ranks take part, and which backend serves them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 

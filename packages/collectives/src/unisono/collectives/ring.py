@@ -1,7 +1,5 @@
 """Ring: visit every rank's tensors without holding all of them; the next block is received while the current one is used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

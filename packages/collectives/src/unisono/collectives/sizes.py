@@ -1,7 +1,5 @@
 """Sizes: how a dimension is divided over the ranks. They are exchanged in one small message, or given and validated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """count_bytes: how many bytes a piece of code sends, by any collective of torch.distributed, also DDP's and FSDP's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ know the dtype, so bool, complex and float8 work everywhere. The algorithms depe
   reductions, for uneven ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle

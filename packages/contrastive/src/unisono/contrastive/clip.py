@@ -1,7 +1,5 @@
 """clip_loss: every pair against all other pairs of the global batch, in both directions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, Literal

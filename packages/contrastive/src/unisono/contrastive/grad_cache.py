@@ -1,7 +1,5 @@
 """cached_backward: batches larger than memory, with the gradients of the whole batch (GradCache, Gao et al. 2021)."""
 
-from __future__ import annotations
-
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence

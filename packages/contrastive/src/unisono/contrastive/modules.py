@@ -1,7 +1,5 @@
 """The losses as modules that own what they learn: the scale, as a logarithm, and the bias."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The losses of this package must give these values and gradients on any number of
 functions hold all logits and loop over the rows: use them to read and to test, not to train.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any

@@ -1,7 +1,5 @@
 """sigmoid_loss: every pair of the global batch is classified on its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """ntxent_loss: two views of each sample, as in SimCLR."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

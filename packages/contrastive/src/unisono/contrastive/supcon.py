@@ -1,7 +1,5 @@
 """supcon_loss: all samples with the same label attract each other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

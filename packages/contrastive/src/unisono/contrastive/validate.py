@@ -1,7 +1,5 @@
 """validate_inputs: check the arguments of a loss, so that a bad call on one rank raises the same error on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

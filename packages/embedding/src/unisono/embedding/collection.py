@@ -1,7 +1,5 @@
 """EmbeddingCollection: many tables in one module. They share one exchange of row numbers and one of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

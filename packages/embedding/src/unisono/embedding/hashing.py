@@ -1,7 +1,5 @@
 """Hashes that are the same in every process and on every machine: of integers (splitmix64), of seeds, of texts."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """torch.nn.Embedding and torch.nn.EmbeddingBag with the table sharded over the ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 

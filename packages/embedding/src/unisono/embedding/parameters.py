@@ -1,7 +1,5 @@
 """A table's parameter: a DTensor over the ranks that hold it, the same in a checkpoint; and how DDP and FSDP leave it alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A table, before it lies anywhere; and its first weights, which do not depend on where it lies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """all_to_all_single, all_to_all and shift: every rank sends a part to every other rank, or its tensor to one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

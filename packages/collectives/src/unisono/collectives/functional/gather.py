@@ -1,7 +1,5 @@
 """all_gather and gather: concatenate the tensors of all ranks, on every rank or on one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, TypeVar, overload
 

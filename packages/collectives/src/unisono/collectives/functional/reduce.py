@@ -1,7 +1,5 @@
 """all_reduce, reduce, reduce_scatter, global_mean and average_gradient: sums, means, extremes and products over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Literal
 

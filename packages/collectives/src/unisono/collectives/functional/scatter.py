@@ -1,7 +1,5 @@
 """broadcast and scatter: send the tensor of one rank to all ranks, whole or in parts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

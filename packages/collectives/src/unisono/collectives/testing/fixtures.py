@@ -1,7 +1,5 @@
 """pytest fixtures. In conftest.py: pytest_plugins = ["unisono.collectives.testing.fixtures"]"""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """gradcheck and gradgradcheck for distributed functions: finite differences of the sum over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

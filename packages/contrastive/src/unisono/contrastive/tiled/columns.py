@@ -5,8 +5,6 @@ or None; the tensors of the block). What this rank computes for columns of other
 once per block and `total` after the last one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Literal, TypeAlias

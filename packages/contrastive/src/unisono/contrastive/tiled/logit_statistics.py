@@ -5,8 +5,6 @@ rows only. Statistics of a row stay on the rank; those of a column are combined 
 computes the tiles again, unless they were small enough to keep. Second derivatives hold all logits of the rank's rows at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ pass computes each tile of logits once and needs three matmuls in all. Where no 
 torch.no_grad(), which skips the gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

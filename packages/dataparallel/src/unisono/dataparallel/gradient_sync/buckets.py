@@ -3,8 +3,6 @@
 BucketLauncher sends them during backward: each as soon as its gradients exist, in the same order on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Which gradients exist on this rank and on all ranks: exchanged in one small message before any gradient is sent."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Collection, Iterable, Sequence

@@ -4,8 +4,6 @@ Dense gradients are reduced in buckets. Sparse ones (COO, from nn.Embedding(spar
 sent.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ only be one copy more, so there is none. Everything is made of torch's own diffe
 buffer is a buffer, too, and derivatives of any order are right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

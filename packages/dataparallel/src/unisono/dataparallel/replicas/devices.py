@@ -5,8 +5,6 @@ the host and the devices do other work. All copies are torch's own differentiabl
 the same way; autograd itself orders the streams of a backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock

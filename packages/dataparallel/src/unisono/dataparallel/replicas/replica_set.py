@@ -1,7 +1,5 @@
 """ReplicaSet: one module on several devices of this process, for one call or for a whole evaluation set."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future

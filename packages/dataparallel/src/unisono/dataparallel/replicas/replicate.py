@@ -3,8 +3,6 @@
 Every replica has its own template. If threads shared one module, each would put its own tensors into it: a race.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain

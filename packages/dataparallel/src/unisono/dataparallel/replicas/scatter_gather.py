@@ -1,7 +1,5 @@
 """scatter and gather: split a tree of tensors over devices, and put the parts together again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 

@@ -1,7 +1,5 @@
 """The order of a look-up: input_dist, lookup, output_dist; and the first of them ahead of time, in a thread (prefetch)."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ was looked up, if gradients are scaled by frequency), then the bags that the own
 the bits of their weights, if any feature has weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -3,8 +3,6 @@
 All of the package's heavy memory traffic goes through these functions, so a compiled kernel would replace them here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ it to a GradientConsumer: a fused optimizer updates the row at once, so that no 
 it becomes the gradient of the table's parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

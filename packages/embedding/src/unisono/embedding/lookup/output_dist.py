@@ -3,8 +3,6 @@
 One autograd Function serves all table groups, so the backward is one exchange too, in the same order on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """What a rank holds of its tables: the memory of its shards, of which the modules' parameters are views."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import sys

@@ -4,8 +4,6 @@ A layout class says into how many chunks it may cut a table and which shapes the
 the demand: how many ids, bags and different rows a rank's batch has, counted in a sample or expected.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ are replicated, every rank holds the only group shard. A *group row* numbers the
 other, so sorted group rows are grouped by the rank that holds them, and `group row - bases[i]` is the row in group shard i.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
