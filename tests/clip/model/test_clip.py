@@ -51,7 +51,7 @@ def same_features(one, other, images=None):
 
 
 def run_python(program, *args, **env):
-    """What the program prints as JSON. It is the only one that finds out what an import brings along."""
+    """Run a program and return the JSON that it prints. Only a new process shows what an import loads."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"} | env
     run = subprocess.run([sys.executable, "-c", program, *map(str, args)], env=environment, capture_output=True, timeout=240)
     assert run.returncode == 0, run.stderr.decode()
@@ -170,7 +170,7 @@ def test_files_can_be_read_by_whom_the_umask_lets(tmp_path):
 
 
 def test_text_model_in_half_precision_is_kept_as_trained(tmp_path):
-    """Its own config says bfloat16, of the weights that were first in it: what was trained in float32 is not to be rounded."""
+    """The config of the text model says bfloat16, the dtype of its first weights. Trained weights must not be rounded."""
     torch.manual_seed(0)
     theirs = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(**BERT, vocab_size=60))
     theirs.bfloat16().save_pretrained(tmp_path / "half")
@@ -241,7 +241,7 @@ print(json.dumps([plainly, [name for name in sys.modules if name.startswith("uni
 
 
 def test_files_load_without_unisono_without_packages_and_without_the_training_code(packaged, tmp_path):
-    """In a process of its own, where text is ASCII unless one says otherwise, and no network is used."""
+    """In a new process, where text is ASCII by default and the network is not used."""
     clip, images = small_clip(), some_images(3, 70, 64)
     clip.save_pretrained(tmp_path / "small")
     packaged.save_pretrained(tmp_path / "packaged")

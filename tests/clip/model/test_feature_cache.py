@@ -81,7 +81,7 @@ def test_caption_features_are_those_of_the_trunk():
 
 
 def asks_alone(captions):
-    """Only the last rank meets a caption that nobody knew: it is not to wait for the others."""
+    """Only the last rank has an unknown caption: it must not wait for the others."""
     clip = frozen_clip()
     with start_ranks() as ranks:
         features = features_of(clip, captions, ranks)

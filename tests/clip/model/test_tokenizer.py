@@ -1,4 +1,4 @@
-"""Tokenizers: the same from the same captions, the same on all ranks and after a restart, and rows as the tower takes them."""
+"""Tokenizers: the same captions give the same one, on all ranks and after a restart; rows are as the tower takes them."""
 
 import hashlib
 import json
@@ -135,7 +135,7 @@ def test_from_json_rejects_what_is_no_tokenizer():
 
 
 def shares(path, captions):
-    """Each rank has captions of its own, as if their files had been read in another order."""
+    """Each rank has other captions, as if it had read the files in another order."""
     with start_ranks() as ranks:
         tokenizer = load_or_make_tokenizer(TextConfig(vocabulary=200, tokens=9), captions[ranks.rank :], path, ranks)
         return tokenizer.to_json(), tokenizer(CAPTIONS).tolist()

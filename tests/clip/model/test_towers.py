@@ -1,4 +1,4 @@
-"""The towers: any timm model and any transformers encoder, their weights, rows that do not see each other, and no rows."""
+"""The towers: any timm model and any transformers encoder, their weights, independent rows, and no rows."""
 
 import os
 import subprocess
@@ -250,7 +250,7 @@ def test_padding_changes_no_features_of_any_encoder(kind):
 
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_every_encoder_trains_with_dropout_of_samples_only(kind):
-    """Its masks depend on the sample alone; torch's generator, by which ranks would differ, is not touched."""
+    """Its masks depend on the sample alone. It does not use torch's generator, which differs between ranks."""
     tower = replace_dropout(text_tower(ENCODERS[kind], dropout=0.2)).train()
     before = torch.get_rng_state()
     index = torch.tensor([11, 4, 30])
@@ -294,7 +294,7 @@ def test_text_tower_rejects_randomness_that_is_not_of_samples():
 
 
 def test_trying_a_tower_leaves_no_trace():
-    """Neither in torch's generator, nor in the buffers of batch norm, nor in the layers that own_dropout will replace."""
+    """Neither in torch's generator, nor in the buffers of batch norm, nor in the layers that replace_dropout will replace."""
     kwargs = {"drop_path_rate": 0.3}
     tower = image_tower("test_resnet", batch_norm="local", dropout=0.2, kwargs=kwargs)
     after = torch.get_rng_state()
@@ -339,7 +339,7 @@ def test_package_weights_of_the_text_tower_know_words():
 
 
 def test_packages_are_found_and_not_run(tmp_path):
-    """What a package of weights does when it is imported is its own affair."""
+    """The code of a package with weights is never imported."""
     (tmp_path / "evil_weights" / "inner").mkdir(parents=True)
     (tmp_path / "evil_weights/__init__.py").write_text("raise SystemExit('imported')")
     save_file({"a": torch.arange(3.0)}, tmp_path / "evil_weights/inner/w.safetensors")

@@ -1,1 +1,1 @@
-"""To be written."""
+"""A contrastive model of images and captions. See README.md."""

@@ -40,17 +40,21 @@ class Encoder:
         images, texts, concepts = [], [], []
         for indices in self._split(len(pairs)):
             batch = pairs.read(indices, self.size)
-            images.append(self._encode_images(batch.images))
+            images.append(self._encode("images", self._to_floats(batch.images)))
             texts.append(self._encode("text", self.prepare_text(batch.captions)))
             concepts.append(batch.concepts)
         return torch.cat(images), torch.cat(texts), torch.cat(concepts).to(self.ranks.device)
+
+    def encode_images(self, pairs: Pairs) -> Tensor:
+        """Encode the images of this rank's share."""
+        parts = (pairs.read(indices, self.size).images for indices in self._split(len(pairs)))
+        return torch.cat([self._encode("images", self._to_floats(images)) for images in parts])
 
     @torch.no_grad()
     def encode_all_images(self, pairs: Pairs) -> Tensor:
         """Encode all images and return their features in order, on every rank. Broken ones are left out."""
         self.model.eval()
-        images = (pairs.read(indices, self.size).images for indices in self._split(len(pairs)))
-        return all_gather(torch.cat([self._encode_images(part) for part in images]))
+        return all_gather(self.encode_images(pairs))
 
     def encode_all_captions(self, captions: Sequence[str]) -> Tensor:
         """Encode all captions and return their features in order, on every rank."""
@@ -61,8 +65,8 @@ class Encoder:
         """Split this rank's share into the same number of parts on every rank: a sharded model communicates in a forward."""
         return shard_chunks(count, self.ranks.rank, self.ranks.world_size, self.rows)
 
-    def _encode_images(self, images: Tensor) -> Tensor:
-        return self._encode("images", images.to(self.ranks.device, self.dtype) / 255)
+    def _to_floats(self, images: Tensor) -> Tensor:
+        return images.to(self.ranks.device, self.dtype) / 255
 
     def _encode(self, part: str, rows: Tensor) -> Tensor:
         self.watchdog.beat()
@@ -97,8 +101,7 @@ def evaluate(encoder: Encoder, tests: Mapping[str, RetrievalTest]) -> dict[str, 
         metrics |= _one_direction(found, "x_to_y", f"{name}/text_to_image")
         metrics |= _one_direction(found, "y_to_x", f"{name}/image_to_text")
         if test.queries is not None:
-            queries = encoder.encode_pairs(test.queries)[0]
-            by_image = retrieval_metrics(queries, images, ids=concepts)
+            by_image = retrieval_metrics(encoder.encode_images(test.queries), images, ids=concepts)
             metrics |= _one_direction(by_image, "x_to_y", f"{name}/image_to_image")
         if test.classes:
             prompts = encoder.encode_all_captions(make_prompts(test.classes))

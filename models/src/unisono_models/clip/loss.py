@@ -115,7 +115,7 @@ def _make_pair_loss(config: ObjectiveConfig) -> ClipLoss | SigmoidLoss:
     if config.same_concept != "negative":
         options["same_id"] = config.same_concept
     if config.loss == "clip":
-        if config.micro_batch:  # whoever needs micro batches has no memory for logits either
+        if config.micro_batch:  # micro batches are used if memory is scarce: logits must not take it either
             options["logits"] = "recompute"
         return ClipLoss(label_smoothing=config.label_smoothing, decoupled=config.decoupled, **options)
     if config.decoupled or config.label_smoothing:

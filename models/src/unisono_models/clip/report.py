@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from unisono_models.clip.config import Config
-from unisono_models.clip.data.dataset import ClipData, ClipDataset
+from unisono_models.clip.data.dataset import ClipDataset, Datasets
 from unisono_models.clip.evaluate import Encoder, pixel_baseline
 from unisono_models.clip.figures import draw_searches
 from unisono_models.clip.gallery import Gallery
@@ -26,20 +26,20 @@ METRICS = ("recall@1", "recall@5", "recall@10", "median_rank")
 COLUMNS = ("test", "task", *METRICS)
 
 
-def finish_run(
+def write_run_report(
     run: RunDirectory,
     config: Config,
     module: ClipTrainingModule,
     encoder: Encoder,
     dataset: ClipDataset,
-    data: ClipData,
+    datasets: Datasets,
     metrics: Mapping[str, float],
     skipped: SkipReport,
 ) -> None:
     """Export the model, write the report, and print the metrics. All ranks call it; rank 0 writes."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(encoder.model, options=options)  # complete on rank 0
-    metrics = {**metrics, **pixel_baseline(data.tests, encoder.ranks, size=encoder.size)}
+    metrics = {**metrics, **pixel_baseline(datasets.tests, encoder.ranks, size=encoder.size)}
     skip_report = skipped.report()
     images = features = None
     if dataset.example_queries:
@@ -47,7 +47,7 @@ def finish_run(
         features = encoder.encode_all_images(images.pairs).float().cpu()
         if len(features) < len(images.pairs):  # some cannot be read: rank 0 encodes the others by itself
             features = None
-    with raise_together("finish_run"):
+    with raise_together("write_run_report"):
         if run.first:
             clip = _exported_model(module, weights)
             clip.save_pretrained(run.export)
@@ -55,14 +55,14 @@ def finish_run(
                 gallery = Gallery.build(clip, images, cache=run.path / "gallery.safetensors", features=features)
                 draw_searches(gallery, dataset.example_queries, run.samples / "search.png")
     samples = [ReportImage(run.samples / "search.png", "Queries, and the images that the model finds for them")]
-    rows = make_table(metrics)
+    rows = metric_rows(metrics)
     write_report(
         run,
         title="A contrastive model of images and captions",
-        intro=_intro(config, data),
+        intro=_intro(config, datasets),
         images=samples if images is not None else [],
         tables={"Retrieval on held-out data": rows},
-        notes=[skip_report, *data.notes],
+        notes=[skip_report, *datasets.notes],
         summary=metrics,
         highlights=[name for name in metrics if name.endswith(("text_to_image/recall@1", "text_to_image/recall@10"))],
     )
@@ -71,7 +71,7 @@ def finish_run(
     run.finish(metrics)  # last: a finished run is never run again
 
 
-def make_table(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
+def metric_rows(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
     """Make a row for each task of each test, for the report and the terminal."""
     tasks = sorted({name.rpartition("/")[0] for name in metrics if name.endswith("recall@1")})
     rows: list[dict[str, Any]] = []
@@ -94,12 +94,12 @@ def _exported_model(module: ClipTrainingModule, weights: Mapping[str, Any]) -> C
     return clip.eval()
 
 
-def _intro(config: Config, data: ClipData) -> str:
+def _intro(config: Config, datasets: Datasets) -> str:
     image, text = config.model.image, config.model.text
-    tests = ", ".join(f"{name} ({len(test.pairs):,} pairs)" for name, test in data.tests.items())
+    tests = ", ".join(f"{name} ({len(test.pairs):,} pairs)" for name, test in datasets.tests.items())
     return (
         f"An image tower ({image.model} at {image.size} pixels) and a text tower ({text.model or text.config.get('model_type')}"
-        f"{', frozen' if text.frozen else ''}) were trained on {len(data.train):,} pairs, in {config.run.steps:,} steps of "
+        f"{', frozen' if text.frozen else ''}) were trained on {len(datasets.train):,} pairs, in {config.run.steps:,} steps of "
         f"{config.data.batch:,} pairs, with the {config.objective.loss} loss over the global batch.\n\nTests: {tests}."
     )
 

@@ -17,7 +17,7 @@ from unisono_models.clip.model.feature_cache import CaptionFeatures, ImageFeatur
 from unisono_models.clip.model.tokenizer import load_or_make_tokenizer
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
 from unisono_models.clip.recipes import RECIPES
-from unisono_models.clip.report import finish_run
+from unisono_models.clip.report import write_run_report
 from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.training.distributed.parallel import autocast_context, parallelize, parameter_dtype
 from unisono_models.training.loop import Session, TrainingLoop, start_session
@@ -36,24 +36,24 @@ def train(config: Config, session: Session) -> None:
     ranks, watchdog = session.ranks, session.watchdog
     seed, size, dtype = config.run.seed, config.model.image.size, parameter_dtype(config.parallel)
     dataset = open_dataset(config.data)
-    data = dataset.build(size=size, seed=seed, ranks=ranks)
+    datasets = dataset.build_datasets(size=size, seed=seed, ranks=ranks)
 
     torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
-    tokenizer = load_or_make_tokenizer(config.model.text, data.captions, session.directory.path / "tokenizer.json", ranks)
+    tokenizer = load_or_make_tokenizer(config.model.text, datasets.captions, session.directory.path / "tokenizer.json", ranks)
     module = ClipTrainingModule(Clip(config.model, tokenizer), config.objective).to(ranks.device, dtype)
 
     prepare_text: Callable[[Sequence[str]], Tensor] = tokenizer
-    if config.model.text.frozen and data.captions_complete:
-        prepare_text = CaptionFeatures(module.clip, data.captions, list_test_captions(data.tests), ranks, watchdog)
+    if config.model.text.frozen and datasets.captions_complete:
+        prepare_text = CaptionFeatures(module.clip, datasets.captions, list_test_captions(datasets.tests), ranks, watchdog)
     image_features = None
-    train_pairs = data.train
+    train_pairs = datasets.train
     if config.model.image.frozen and config.model.image.views:
-        image_features = ImageFeatures(module.clip, data.train, config.augment, seed, ranks, watchdog)
-        train_pairs = image_features.without_images(data.train)  # the steps read captions only
+        image_features = ImageFeatures(module.clip, datasets.train, config.augment, seed, ranks, watchdog)
+        train_pairs = image_features.without_images(datasets.train)  # the steps read captions only
 
     model = parallelize(module, config.parallel, ranks)
     optimizer = make_optimizer(module, config.optimizer)
-    sampler = StepSampler(len(train_pairs), config.data.batch, seed, data.weights)
+    sampler = StepSampler(len(train_pairs), config.data.batch, seed, datasets.weights)
     second_view = config.objective.view_weight > 0
     batch_maker = BatchMaker(prepare_text, image_features, config.augment, seed, ranks.device, dtype, second_view)
     encoder = Encoder(model, prepare_text, ranks, watchdog, size, dtype)
@@ -87,11 +87,11 @@ def train(config: Config, session: Session) -> None:
             loop.log({**losses, "scale": module.pairs.scale, "lr": rate}, samples=len(sampler.at(step)))
 
             if loop.evaluation_due:
-                loop.record(evaluate(encoder, data.tests))
+                loop.record(evaluate(encoder, datasets.tests))
             if loop.checkpoint_due:
                 skipped.check(config.data.max_broken)
                 loop.save({"skipped": skipped.summary()}, score=loop.first_metric)
         if not loop.finished:
             return
-        metrics = loop.final_metrics(lambda: evaluate(encoder, data.tests))
-    finish_run(session.directory, config, module, encoder, dataset, data, metrics, skipped)
+        metrics = loop.final_metrics(lambda: evaluate(encoder, datasets.tests))
+    write_run_report(session.directory, config, module, encoder, dataset, datasets, metrics, skipped)

@@ -4,8 +4,8 @@ A built-in dataset is registered exactly like your own:
 
     @DATASETS.register("mine")
     class MyDataset(ClipDataset):
-        def build(self, *, size, seed, ranks):
-            return ClipData(train=..., captions=..., captions_complete=True, tests={"held_out": RetrievalTest(...)})
+        def build_datasets(self, *, size, seed, ranks):
+            return Datasets(train=..., captions=..., captions_complete=True, tests={"held_out": RetrievalTest(...)})
 
     main(["emoji", "--data.source", "mine"])  # unisono_models.clip.train.main
 """
@@ -39,8 +39,8 @@ class RetrievalTest:
 
 
 @dataclass(frozen=True)
-class ClipData:
-    """The data of a run."""
+class Datasets:
+    """The datasets of a run."""
 
     train: CaptionedPairs
     captions: Sequence[str]
@@ -95,7 +95,7 @@ class ClipDataset(ABC):
         self.config = config
 
     @abstractmethod
-    def build(self, *, size: int, seed: int, ranks: Ranks) -> ClipData:
+    def build_datasets(self, *, size: int, seed: int, ranks: Ranks) -> Datasets:
         """Open the data, with images of `size` pixels. All ranks call it together."""
 
     def gallery(self, *, size: int, limit: int = 20_000) -> GalleryImages:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from unisono_models.clip.data.dataset import DATASETS, ClipData, ClipDataset, GalleryImages, GalleryItem, RetrievalTest
+from unisono_models.clip.data.dataset import DATASETS, ClipDataset, Datasets, GalleryImages, GalleryItem, RetrievalTest
 from unisono_models.clip.data.pairs import PairBatch
 from unisono_models.datasets.emoji.concepts import (
     ARTISTS,
@@ -39,7 +39,7 @@ class EmojiDataset(ClipDataset):
 
     example_queries = ("red heart", "happy dog", "fruit", "rain and thunder", "I am so tired", "fish in the sea", "let's party")
 
-    def build(self, *, size: int, seed: int, ranks: Ranks) -> ClipData:
+    def build_datasets(self, *, size: int, seed: int, ranks: Ranks) -> Datasets:
         config = self.config
         with raise_together("EmojiDataset"):  # one rank of each host renders
             if ranks.local_rank == 0:
@@ -50,7 +50,7 @@ class EmojiDataset(ClipDataset):
         weights = None
         if config.toned < 1:
             weights = [config.toned if splits.train.concept(row).toned else 1.0 for row in range(len(splits.train))]
-        return ClipData(
+        return Datasets(
             train=splits.train,
             captions=[caption for _, caption in splits.train.rows],
             captions_complete=True,

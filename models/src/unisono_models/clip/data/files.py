@@ -15,7 +15,7 @@ import torch
 from unisono.collectives import all_gather
 from unisono.collectives.groups import resolve_group
 from unisono_models.clip.data.csv_pairs import CsvPairs
-from unisono_models.clip.data.dataset import ClipData, ClipDataset, GalleryImages, GalleryItem, RetrievalTest
+from unisono_models.clip.data.dataset import ClipDataset, Datasets, GalleryImages, GalleryItem, RetrievalTest
 from unisono_models.clip.data.pairs import CaptionedPairs, SubsetPairs
 from unisono_models.clip.data.parquet_pairs import ParquetPairs
 from unisono_models.clip.data.tar_pairs import open_tars
@@ -34,10 +34,10 @@ _CHUNK = 1 << 16  # rows whose captions are in memory at a time
 class FileDataset(ClipDataset):
     """The files at the path `config.source`, of which some concepts are held out for a test."""
 
-    def build(self, *, size: int, seed: int, ranks: Ranks) -> ClipData:
+    def build_datasets(self, *, size: int, seed: int, ranks: Ranks) -> Datasets:
         train, held_out = split_pairs(self._open(), self.config.held_out, seed)
         captions = SampledCaptions(train, TOKENIZER_CAPTIONS)
-        return ClipData(
+        return Datasets(
             train=train,
             captions=captions,
             captions_complete=len(captions) == len(train),

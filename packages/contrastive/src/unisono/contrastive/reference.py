@@ -30,7 +30,7 @@ def clip_loss(
     negatives: Tensor | None = None,
     negative_ids: Tensor | None = None,
 ) -> Tensor:
-    """Without options this is
+    """Compute the cross entropy of each row of `x` among all candidates, and of each row of `y`. Without options this is
 
     logits = scale * x @ y.T
     labels = torch.arange(len(x))
@@ -77,6 +77,7 @@ def sigmoid_loss(
     same_id: str = "positive",
     weights: Tensor | None = None,
 ) -> Tensor:
+    """Compute the binary cross entropy of every pair (i, j); the class is whether it is a positive pair."""
     ids = torch.arange(len(x)) if ids is None else ids
     weights = x.new_ones(len(x)) if weights is None else weights
     logits = scale * x @ y.T + bias
@@ -88,6 +89,7 @@ def sigmoid_loss(
 
 
 def ntxent_loss(z0: Tensor, z1: Tensor, temperature: Tensor | float, *, weights: Tensor | None = None) -> Tensor:
+    """Compute the cross entropy of each view among all other views; its label is the other view of its sample."""
     n = len(z0)
     z = torch.cat([z0, z1])
     weights = z.new_ones(n) if weights is None else weights
@@ -98,6 +100,7 @@ def ntxent_loss(z0: Tensor, z1: Tensor, temperature: Tensor | float, *, weights:
 
 
 def supcon_loss(z: Tensor, labels: Tensor, temperature: Tensor | float, *, weights: Tensor | None = None) -> Tensor:
+    """Compute the mean over the anchors with a positive of -log softmax, averaged over the positives of the anchor."""
     weights = z.new_ones(len(z)) if weights is None else weights
     losses, counted = [], []
     for i in range(len(z)):
@@ -111,4 +114,5 @@ def supcon_loss(z: Tensor, labels: Tensor, temperature: Tensor | float, *, weigh
 
 
 def multi_tower_loss(towers: Sequence[Tensor], scale: Tensor | float, **options: Any) -> Tensor:
+    """Compute the mean of clip_loss over all pairs of towers."""
     return torch.stack([clip_loss(x, y, scale, **options) for x, y in combinations(towers, 2)]).mean()

@@ -47,16 +47,10 @@ def ntxent_loss(
         >>> ntxent_loss(z, z, temperature=0.1)
         tensor(0.0002)
     """
+    options = {"exchange": exchange, "tile": tile, "grad_reduce": grad_reduce, "logits": logits}
+    names = ("temperature", "ids")
     inputs = validate_inputs(
-        "ntxent_loss",
-        z0,
-        z1,
-        scale=temperature,
-        weights=weights,
-        sizes=sizes,
-        group=group,
-        options={"exchange": exchange, "tile": tile, "grad_reduce": grad_reduce, "logits": logits},
-        names=("temperature", "ids"),
+        "ntxent_loss", z0, z1, scale=temperature, weights=weights, sizes=sizes, group=group, options=options, names=names
     )
     scale = 1 / shared_scalar(temperature, group)
     # Anchors are both views; candidates are both views, swapped. So partners lie on the diagonal, and each view meets itself

@@ -25,15 +25,6 @@ Combine: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 GATHER_BYTES = 48 * 2**20
 
 
-def resolve_exchange(exchange: Exchange, sizes: Sequence[int], width: int, itemsize: int) -> Exchange:
-    """Return "gather" or "ring". The choice depends only on values that all ranks share."""
-    if len(sizes) == 1:
-        return "ring"  # one rank sends nothing, and the ring makes no copy
-    if exchange != "auto":
-        return exchange
-    return "gather" if 2 * sum(sizes) * width * itemsize <= GATHER_BYTES else "ring"
-
-
 class GatheredColumns:
     """The columns of all ranks as one block: one collective, and memory that grows with the number of ranks.
 
@@ -78,8 +69,13 @@ class RingColumns(Ring):
 Columns: TypeAlias = GatheredColumns | RingColumns
 
 
-def exchange_columns(tensors: Sequence[Tensor], exchange: Exchange, sizes: Sequence[int], group: Group) -> Columns:
-    """Start to bring the `tensors` of all ranks; `exchange` is "gather" or "ring"."""
-    if exchange == "gather":
-        return GatheredColumns(tensors, sizes, group)
-    return RingColumns(tensors, sizes=sizes, group=group)
+def exchange_columns(
+    tensors: Sequence[Tensor], exchange: Exchange, sizes: Sequence[int], itemsize: int, group: Group
+) -> Columns:
+    """Start to bring the `tensors` of all ranks. "auto" decides by the size of the first, from values that all ranks share."""
+    if exchange == "auto":
+        gathered_bytes = 2 * sum(sizes) * tensors[0].shape[1] * itemsize
+        exchange = "gather" if gathered_bytes <= GATHER_BYTES else "ring"
+    if exchange == "ring" or len(sizes) == 1:  # one rank sends nothing, and the ring makes no copy
+        return RingColumns(tensors, sizes=sizes, group=group)
+    return GatheredColumns(tensors, sizes, group)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unisono.collectives import Group, all_gather
 from unisono.collectives.groups import resolve_group
-from unisono.contrastive.tiled.columns import Columns, Exchange, exchange_columns, resolve_exchange
+from unisono.contrastive.tiled.columns import Columns, Exchange, exchange_columns
 
 Logits = Literal["auto", "keep", "recompute"]
 Ids = tuple[Tensor, Tensor] | None  # of this rank's rows, and of its columns
@@ -147,7 +147,7 @@ class TileIterator:
         self.plan = plan
         self.sizes = plan.sizes
         self.row_ids = ids[0] if ids else None
-        self.own_columns, self.width = y.shape
+        self.own_columns = y.shape[0]
         self.dtype = torch.promote_types(x.dtype, torch.float32)  # 16-bit features have 32-bit logits
         self.factor = factor.to(statistics_dtype(x.device))
         self.shape = tile_shape(plan.tile, x.device, tiles_at_once)
@@ -155,8 +155,7 @@ class TileIterator:
 
     def exchange_columns(self, *tensors: Tensor) -> Columns:
         """Start to bring the `tensors` of all ranks, whose rows are columns of the logits."""
-        exchange = resolve_exchange(self.plan.exchange, self.sizes, self.width, self.dtype.itemsize)
-        return exchange_columns(tensors, exchange, self.sizes, self.plan.group)
+        return exchange_columns(tensors, self.plan.exchange, self.sizes, self.dtype.itemsize, self.plan.group)
 
     def spans(self, y: Tensor) -> Iterator[tuple[Span, Span, Tensor]]:
         """Yield (rows, columns, features of the columns times `factor`) for each tile."""
