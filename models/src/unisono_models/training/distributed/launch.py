@@ -36,11 +36,6 @@ class Ranks:
         """Whether this is rank 0, which writes the files and prints to the user."""
         return self.rank == 0
 
-    @property
-    def size(self) -> int:
-        """The old name of `world_size`."""
-        return self.world_size
-
     def shard(self, count: int) -> range:
         """Return the rows of `count` that belong to this rank: see `shard_range`."""
         return shard_range(count, self.rank, self.world_size)
