@@ -3,7 +3,7 @@
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from unisono_models.clip.config import ClipConfig, ImageConfig, ObjectiveConfig, TextConfig
+from unisono_models.clip.config import ClipConfig, ImageConfig, LossConfig, TextConfig
 from unisono_models.clip.loss import ClipTrainingModule
 from unisono_models.clip.model import Clip
 from unisono_models.clip.model.tokenizer import CaptionTokenizer
@@ -29,10 +29,10 @@ def small_tokenizer() -> CaptionTokenizer:
     return CaptionTokenizer(tokenizer, tokens=16)
 
 
-def small_training_module(objective: ObjectiveConfig, **text) -> ClipTrainingModule:
+def small_training_module(loss: LossConfig, **text) -> ClipTrainingModule:
     torch.manual_seed(0)
     config = small_config(**text)
-    module = ClipTrainingModule(Clip(config, small_tokenizer()), objective).double()
+    module = ClipTrainingModule(Clip(config, small_tokenizer()), loss).double()
     assert sum(isinstance(layer, SampleDropout) for layer in module.modules()) >= 4
     return module
 

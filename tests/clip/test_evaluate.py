@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.clip.random_pairs import RandomPairs
 from tests.clip.small_clip import small_training_module
-from unisono_models.clip.config import ObjectiveConfig
+from unisono_models.clip.config import LossConfig
 from unisono_models.clip.data.dataset import RetrievalTest
 from unisono_models.clip.evaluate import TEMPLATES, Encoder, evaluate, list_test_captions, make_prompts, pixel_baseline
 from unisono_models.clip.model.feature_cache import CaptionFeatures
@@ -79,7 +79,7 @@ def plain_evaluation(module, tests):
 
 def evaluates(kind, tests, text):
     """The metrics by a parallel model that is being trained."""
-    module = small_training_module(ObjectiveConfig(), **text)
+    module = small_training_module(LossConfig(), **text)
     with start_ranks() as ranks:
         prepare_text, watchdog = module.clip.tokenizer, Watchdog(ranks, timeout=60)
         if text:
@@ -91,7 +91,7 @@ def evaluates(kind, tests, text):
 
 @pytest.fixture(scope="module")
 def expected():
-    metrics = plain_evaluation(small_training_module(ObjectiveConfig()), some_tests())
+    metrics = plain_evaluation(small_training_module(LossConfig()), some_tests())
     assert 0 < metrics["all/text_to_image/recall@5"] < 1 and 0 < metrics["all/zero_shot/accuracy"] < 1
     return {name: pytest.approx(value, rel=1e-12) for name, value in metrics.items()}
 
@@ -115,7 +115,7 @@ def test_metrics_of_captions_known_beforehand(ranks):
 
 
 def all_image_features(kind, count):
-    module = small_training_module(ObjectiveConfig())
+    module = small_training_module(LossConfig())
     with start_ranks() as ranks, torch.no_grad():
         model = parallelize(module, ParallelConfig(kind), ranks).eval()
         encoder = Encoder(model, module.clip.tokenizer, ranks, Watchdog(ranks), size=16, dtype=torch.float64, rows=5)
@@ -124,7 +124,7 @@ def all_image_features(kind, count):
 
 @pytest.mark.parametrize("count", [1, 31])
 def test_all_images_come_in_order_on_every_rank(ranks, count):
-    clip = small_training_module(ObjectiveConfig()).clip.eval()
+    clip = small_training_module(LossConfig()).clip.eval()
     expected = F.normalize(clip.image(RandomPairs(count).read(range(count), 16).images.double() / 255), dim=1).detach()
     for found in [all_image_features("ddp", count), *ranks(all_image_features, "fsdp", count, world_size=3)]:
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.clip.small_clip import small_batch, small_training_module
-from unisono_models.clip.config import ObjectiveConfig, OptimizerConfig
+from unisono_models.clip.config import LossConfig, OptimizerConfig
 from unisono_models.clip.loss import backward
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
 from unisono_models.training.config import ParallelConfig
@@ -13,14 +13,14 @@ from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.parallel import parallelize
 
 SPLITS = {1: (7,), 2: (5, 2), 3: (3, 0, 4), 4: (2, 0, 4, 1)}
-OBJECTIVES = {
-    "clip": ObjectiveConfig(),
-    "sigmoid": ObjectiveConfig(loss="sigmoid", same_concept="masked"),
-    "decoupled": ObjectiveConfig(same_concept="negative", decoupled=True, label_smoothing=0.1),
-    "ring": ObjectiveConfig(exchange="ring"),
-    "views": ObjectiveConfig(view_weight=0.5, image_weight=0.3),
-    "language": ObjectiveConfig(language_weight=0.5),
-    "cached": ObjectiveConfig(view_weight=0.5, micro_batch=2),
+LOSSES = {
+    "clip": LossConfig(),
+    "sigmoid": LossConfig(kind="sigmoid", same_concept="masked"),
+    "decoupled": LossConfig(same_concept="negative", decoupled=True, label_smoothing=0.1),
+    "ring": LossConfig(exchange="ring"),
+    "views": LossConfig(view_weight=0.5, image_weight=0.3),
+    "language": LossConfig(language_weight=0.5),
+    "cached": LossConfig(view_weight=0.5, micro_batch=2),
 }
 PARALLEL = {
     "ddp": ParallelConfig(),
@@ -31,9 +31,9 @@ PARALLEL = {
 }
 
 
-def train(objective, parallel, rows, ranks, text):
+def train(loss_name, parallel, rows, ranks, text):
     """Train three steps; returns the losses of each, and the parameters at the end."""
-    module = small_training_module(OBJECTIVES[objective], **text)
+    module = small_training_module(LOSSES[loss_name], **text)
     batches = [small_batch(module, rows, step=step) for step in range(3)]
     model = parallelize(module, PARALLEL[parallel], ranks)
     config = OptimizerConfig(lr=0.01, layer_decay=0.8)
@@ -49,12 +49,12 @@ def train(objective, parallel, rows, ranks, text):
     return losses, {name.replace("._checkpoint_wrapped_module", ""): p for name, p in whole.items()}
 
 
-def trains_alike(objective, parallel, text, expected):
+def trains_alike(loss_name, parallel, text, expected):
     rank, size = dist.get_rank(), dist.get_world_size()
     sizes = SPLITS[size]
     start = sum(sizes[:rank])
     ranks = Ranks(rank, size, rank, torch.device("cpu"))
-    losses, parameters = train(objective, parallel, slice(start, start + sizes[rank]), ranks, text)
+    losses, parameters = train(loss_name, parallel, slice(start, start + sizes[rank]), ranks, text)
     for mine, whole in zip(losses, expected[0], strict=True):
         assert mine.keys() == whole.keys()
         for name in whole:
@@ -66,29 +66,29 @@ def trains_alike(objective, parallel, text, expected):
 
 @pytest.fixture(scope="module")
 def alone():
-    """The result of one process with the whole batch, computed once for each objective."""
+    """The result of one process with the whole batch, computed once for each loss."""
     kept = {}
 
-    def get(objective, text):
-        key = (objective, str(text))
+    def get(loss_name, text):
+        key = (loss_name, str(text))
         if key not in kept:
             one = Ranks(0, 1, 0, torch.device("cpu"))
-            kept[key] = train(objective, "ddp", slice(0, 7), one, text)
+            kept[key] = train(loss_name, "ddp", slice(0, 7), one, text)
         return kept[key]
 
     return get
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_training_module_matches_one_process(ranks, alone, objective, world):
-    ranks(trains_alike, objective, "ddp", {}, alone(objective, {}), world_size=world)
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_training_module_matches_one_process(ranks, alone, loss_name, world):
+    ranks(trains_alike, loss_name, "ddp", {}, alone(loss_name, {}), world_size=world)
 
 
-@pytest.mark.parametrize("objective", ["clip", "cached"])
+@pytest.mark.parametrize("loss_name", ["clip", "cached"])
 @pytest.mark.parametrize("parallel", ["fsdp", "hybrid", "checkpointed"])
-def test_every_parallelism_matches_one_process(ranks, alone, parallel, objective):
-    ranks(trains_alike, objective, parallel, {}, alone(objective, {}), world_size=2)
+def test_every_parallelism_matches_one_process(ranks, alone, parallel, loss_name):
+    ranks(trains_alike, loss_name, parallel, {}, alone(loss_name, {}), world_size=2)
 
 
 def test_frozen_text_tower_matches_one_process(ranks, alone):

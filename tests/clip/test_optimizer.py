@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.clip.small_clip import BERT, small_training_module
-from unisono_models.clip.config import ImageConfig, ObjectiveConfig, OptimizerConfig, TextConfig
+from unisono_models.clip.config import ImageConfig, LossConfig, OptimizerConfig, TextConfig
 from unisono_models.clip.model.towers import ImageTower, TextTower
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
 from unisono_models.training.config import ParallelConfig
@@ -50,7 +50,7 @@ class Towers(nn.Module):
 
 
 def test_vectors_and_scalars_do_not_decay():
-    module = small_training_module(ObjectiveConfig(loss="sigmoid"))
+    module = small_training_module(LossConfig(kind="sigmoid"))
     found = settings_of(module, OptimizerConfig(weight_decay=0.2))
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     assert found.keys() == shapes.keys()
@@ -61,7 +61,7 @@ def test_vectors_and_scalars_do_not_decay():
 
 
 def test_layers_of_a_vit_and_a_bert_learn_by_their_depth():
-    module = small_training_module(ObjectiveConfig())
+    module = small_training_module(LossConfig())
     blocks, layers = len(module.clip.image.trunk.blocks), len(module.clip.text.trunk.encoder.layer)
     assert (blocks, layers) == (6, 2)
     image = {"cls_token": -1, "pos_embed": -1, "patch_embed.": -1, "norm.": blocks, "fc_norm.": blocks}
@@ -95,7 +95,7 @@ def test_layers_of_a_convnext_and_a_llama_learn_by_their_depth():
 
 
 def test_frozen_parameters_are_absent():
-    module = small_training_module(ObjectiveConfig(), frozen=True)
+    module = small_training_module(LossConfig(), frozen=True)
     module.clip.image.trunk.patch_embed.requires_grad_(False)
     found = settings_of(module)
     assert found.keys() == {name for name, p in module.named_parameters() if p.requires_grad}
@@ -152,7 +152,7 @@ def test_learning_rate_of_short_runs():
 
 
 def test_lower_layers_keep_their_part_of_the_learning_rate():
-    module = small_training_module(ObjectiveConfig())
+    module = small_training_module(LossConfig())
     optimizer = make_optimizer(module, CONFIG)
     for step in (0, 5, 50):
         top = set_learning_rate(optimizer, CONFIG, step, 100)
@@ -162,7 +162,7 @@ def test_lower_layers_keep_their_part_of_the_learning_rate():
 
 def groups_after(kind, options):
     """Settings by names without what wrappers add to them, and the learning rate of a step."""
-    module = small_training_module(ObjectiveConfig())
+    module = small_training_module(LossConfig())
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
     parallelize(module, ParallelConfig(kind, **options), ranks)
     found = {name.replace("._checkpoint_wrapped_module", ""): value for name, value in settings_of(module).items()}
@@ -171,6 +171,6 @@ def groups_after(kind, options):
 
 @pytest.mark.parametrize(("kind", "options"), [("ddp", {"checkpoint_activations": True}), ("fsdp", {})])
 def test_groups_do_not_depend_on_ranks(ranks, kind, options):
-    module = small_training_module(ObjectiveConfig())
+    module = small_training_module(LossConfig())
     expected = settings_of(module), set_learning_rate(make_optimizer(module, CONFIG), CONFIG, 3, 10)
     assert ranks(groups_after, kind, options, world_size=2) == [expected] * 2

@@ -43,9 +43,7 @@ def built(name: str) -> ClipTrainingModule:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     with torch.device("meta"):
-        return ClipTrainingModule(
-            Clip(config.model, CaptionTokenizer(tokenizer, tokens=config.model.text.tokens)), config.objective
-        )
+        return ClipTrainingModule(Clip(config.model, CaptionTokenizer(tokenizer, tokens=config.model.text.tokens)), config.loss)
 
 
 def parameters(module: torch.nn.Module) -> int:

@@ -238,8 +238,8 @@ def test_too_many_broken_images_stop_the_run(run):
 @pytest.mark.parametrize(
     "args",
     [
-        ["--objective.micro-batch", "4"],
-        ["--parallel.kind", "hybrid", "--parallel.checkpoint-activations", "--objective.micro-batch", "4"],
+        ["--loss.micro-batch", "4"],
+        ["--parallel.kind", "hybrid", "--parallel.checkpoint-activations", "--loss.micro-batch", "4"],
     ],
     ids=" ".join,
 )
@@ -283,9 +283,9 @@ def test_compiled_blocks_give_the_same_numbers(run, plain):
 
 
 def test_sigmoid_loss_gives_the_same_numbers_however_it_is_spread(run, plain):
-    sigmoid = ["--objective.loss", "sigmoid", *SHORT]
+    sigmoid = ["--loss.kind", "sigmoid", *SHORT]
     one = run(*sigmoid)
-    other = run(*sigmoid, "--parallel.kind", "fsdp", "--objective.micro-batch", "3", "--objective.exchange", "ring")
+    other = run(*sigmoid, "--parallel.kind", "fsdp", "--loss.micro-batch", "3", "--loss.exchange", "ring")
     same_numbers(losses(other), losses(one))
     assert abs(losses(one)[0] - losses(plain)[0]) > 0.1
 

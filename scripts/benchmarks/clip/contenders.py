@@ -78,9 +78,9 @@ class Contender(NamedTuple):
 class OurStep:
     """The body of the loop of unisono_models.clip.train."""
 
-    def __init__(self, **objective: Any) -> None:
+    def __init__(self, **loss: Any) -> None:
         from benchmarks.clip.towers import make_clip
-        from unisono_models.clip.config import ObjectiveConfig, OptimizerConfig
+        from unisono_models.clip.config import LossConfig, OptimizerConfig
         from unisono_models.clip.loss import ClipTrainingModule
         from unisono_models.clip.optimizer import make_optimizer
         from unisono_models.training.config import ParallelConfig
@@ -88,7 +88,7 @@ class OurStep:
         from unisono_models.training.distributed.parallel import parallelize
 
         self.ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
-        self.module = ClipTrainingModule(make_clip(), ObjectiveConfig(**({"same_concept": "negative"} | objective)))
+        self.module = ClipTrainingModule(make_clip(), LossConfig(**({"same_concept": "negative"} | loss)))
         self.parallel = ParallelConfig()
         self.model = parallelize(self.module, self.parallel, self.ranks)
         self.settings = OptimizerConfig(LR, WEIGHT_DECAY, *BETAS, warmup=0)

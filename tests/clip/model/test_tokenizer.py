@@ -96,7 +96,7 @@ def test_mask_token_is_found_by_either_name():
     assert make_tokenizer(TextConfig(), CAPTIONS).mask_token == 4
     plain = CaptionTokenizer.from_json(tokenizer.to_json().replace("[MASK]", "<mask>"), tokens=8)
     assert plain.mask_token == 3
-    with pytest.raises(ValueError, match=r"no mask token: objective.language_weight needs one"):
+    with pytest.raises(ValueError, match=r"no mask token: loss.language_weight needs one"):
         _ = CaptionTokenizer.from_json(tokenizer.to_json().replace("[MASK]", "mask"), tokens=8).mask_token
 
 

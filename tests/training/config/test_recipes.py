@@ -95,10 +95,10 @@ def test_overrides_change_what_they_name_and_nothing_else():
     args = ["large_one", "--run.seed", "8", "--net.norm", "none", "--net.shape", "5", "6", "7", "--run.dir", "/tmp/x"]
     run = RunConfig(steps=50, seed=8, dir=Path("/tmp/x"))
     assert TOYS.choose(args) == ("large_one", Toy(run, Net(width=4000, norm="none", shape=(5, 6, 7))))
-    name, config = RECIPES.choose(["tiny", "--model.image.kwargs", '{"patch_size": 4}', "--objective.micro-batch", "6"])
+    name, config = RECIPES.choose(["tiny", "--model.image.kwargs", '{"patch_size": 4}', "--loss.micro-batch", "6"])
     plain = RECIPES["tiny"]
     image = replace(plain.model.image, kwargs={"patch_size": 4})
-    expected = replace(plain, model=replace(plain.model, image=image), objective=replace(plain.objective, micro_batch=6))
+    expected = replace(plain, model=replace(plain.model, image=image), loss=replace(plain.loss, micro_batch=6))
     assert (name, config) == ("tiny", expected)
 
 

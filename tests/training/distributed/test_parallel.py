@@ -215,12 +215,12 @@ def test_precision_is_that_of_the_computation(kind):
 def losses_of(kind, precision, micro_batch):
     """Of five steps of the small learner, in float32 or bfloat16."""
     from tests.clip.small_clip import small_batch, small_training_module
-    from unisono_models.clip.config import ObjectiveConfig
+    from unisono_models.clip.config import LossConfig
     from unisono_models.clip.loss import backward
 
     with start_ranks() as ranks:
         config = ParallelConfig(kind=kind, precision=precision)
-        learner = small_training_module(ObjectiveConfig(micro_batch=micro_batch)).to(parameter_dtype(config))
+        learner = small_training_module(LossConfig(micro_batch=micro_batch)).to(parameter_dtype(config))
         whole = small_batch(learner, slice(0, 7))
         rows = torch.arange(7).tensor_split(ranks.world_size)[ranks.rank]
         batch = {k: v[rows] if isinstance(v, torch.Tensor) else v for k, v in whole.items()}

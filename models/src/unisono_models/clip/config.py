@@ -90,10 +90,10 @@ class ClipConfig:
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig:
+class LossConfig:
     """The losses that are minimised."""
 
-    loss: Literal["clip", "sigmoid"] = "clip"
+    kind: Literal["clip", "sigmoid"] = "clip"
     """The loss between images and captions: CLIP's softmax, or SigLIP's sigmoid."""
     same_concept: Literal["positive", "masked", "negative"] = "positive"
     """How a pair treats other images and captions of the same concept in the batch. positive: they match, too. masked: they
@@ -217,7 +217,7 @@ class Config:
     model: ClipConfig = field(default_factory=ClipConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

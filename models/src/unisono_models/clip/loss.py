@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from unisono.collectives import global_mean
 from unisono.contrastive import ClipLoss, NTXentLoss, SigmoidLoss, SupConLoss, cached_backward
-from unisono_models.clip.config import ObjectiveConfig
+from unisono_models.clip.config import LossConfig
 from unisono_models.clip.model import Clip
 from unisono_models.training.randomness import dropout_keys, uniform, use_dropout_keys
 
@@ -23,7 +23,7 @@ class ClipTrainingModule(nn.Module):
     index (the samples), step and seed.
     """
 
-    def __init__(self, clip: Clip, config: ObjectiveConfig) -> None:
+    def __init__(self, clip: Clip, config: LossConfig) -> None:
         super().__init__()
         self.clip, self.config = clip, config
         self.pairs = _make_pair_loss(config)
@@ -31,7 +31,7 @@ class ClipTrainingModule(nn.Module):
         self.views = NTXentLoss(temperature=config.temperature, exchange=config.exchange)
         self.language = nn.Linear(clip.text.features, clip.tokenizer.vocabulary) if config.language_weight else None
         if config.language_weight and (config.micro_batch or clip.config.text.frozen):
-            raise ValueError("objective.language_weight works neither with objective.micro_batch nor with text.frozen")
+            raise ValueError("loss.language_weight works neither with loss.micro_batch nor with text.frozen")
 
     def forward(self, batch: Mapping[str, Any], part: BatchPart = "all") -> Tensor | dict[str, Tensor]:
         """Return the losses of a batch by name, with their weighted sum as "loss"; or the unit features of one part of it."""
@@ -84,7 +84,7 @@ class ClipTrainingModule(nn.Module):
 def backward(model: nn.Module, module: ClipTrainingModule, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """Run forward and backward of one batch, and return the detached losses. `model`: `module` as DDP or FSDP2 wraps it.
 
-    With objective.micro_batch the activations of that number of rows are in memory at a time (see cached_backward).
+    With loss.micro_batch the activations of that number of rows are in memory at a time (see cached_backward).
     """
     if not module.config.micro_batch:
         losses: dict[str, Tensor] = model(batch)
@@ -106,16 +106,16 @@ def backward(model: nn.Module, module: ClipTrainingModule, batch: Mapping[str, A
     return {name: value.detach() for name, value in found.items()}
 
 
-def _make_pair_loss(config: ObjectiveConfig) -> ClipLoss | SigmoidLoss:
+def _make_pair_loss(config: LossConfig) -> ClipLoss | SigmoidLoss:
     options: dict[str, Any] = {"exchange": config.exchange}
     if config.init_scale is not None:
         options["init_scale"] = config.init_scale
     if config.same_concept != "negative":
         options["same_id"] = config.same_concept
-    if config.loss == "clip":
+    if config.kind == "clip":
         if config.micro_batch:  # micro batches are used if memory is scarce: logits must not take it either
             options["logits"] = "recompute"
         return ClipLoss(label_smoothing=config.label_smoothing, decoupled=config.decoupled, **options)
     if config.decoupled or config.label_smoothing:
-        raise ValueError("objective.loss=sigmoid has neither decoupled nor label_smoothing")
+        raise ValueError("loss.kind=sigmoid has neither decoupled nor label_smoothing")
     return SigmoidLoss(**options)

@@ -8,7 +8,7 @@ from unisono_models.clip.config import (
     Config,
     DataConfig,
     ImageConfig,
-    ObjectiveConfig,
+    LossConfig,
     OptimizerConfig,
     TextConfig,
 )
@@ -73,7 +73,7 @@ def emoji_pretrained() -> Config:
 def emoji_sigmoid() -> Config:
     """Like emoji, with the loss of SigLIP."""
     config = emoji()
-    return replace(config, objective=replace(config.objective, loss="sigmoid"))
+    return replace(config, loss=replace(config.loss, kind="sigmoid"))
 
 
 @RECIPES.add
@@ -111,7 +111,7 @@ def vitb16_datacomp() -> Config:
             width=512,
         ),
         data=DataConfig("/data/datacomp/{00000..01287}.tar", batch=4096, workers=8, held_out=0.0005),
-        objective=ObjectiveConfig(same_concept="masked"),
+        loss=LossConfig(same_concept="masked"),
         optimizer=OptimizerConfig(lr=5e-4, weight_decay=0.2, warmup=0.016),
         checkpoint=CheckpointConfig(every=1000),
         parallel=ParallelConfig(precision="bfloat16", compile=True),
@@ -129,6 +129,6 @@ def vitl14_datacomp() -> Config:
         run=replace(config.run, steps=62_500),
         model=replace(config.model, image=image, width=768),
         data=replace(config.data, batch=16_384),
-        objective=ObjectiveConfig(same_concept="masked", exchange="ring"),
+        loss=LossConfig(same_concept="masked", exchange="ring"),
         parallel=parallel,
     )

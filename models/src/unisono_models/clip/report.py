@@ -102,5 +102,5 @@ def _intro(config: Config, datasets: Datasets) -> str:
     return (
         f"An image tower ({image.model} at {image.size} pixels) and a text tower ({text.model or text.config.get('model_type')}"
         f"{', frozen' if text.frozen else ''}) were trained on {len(datasets.train):,} pairs, in {config.run.steps:,} steps of "
-        f"{config.data.batch:,} pairs, with the {config.objective.loss} loss over the global batch.\n\nTests: {tests}."
+        f"{config.data.batch:,} pairs, with the {config.loss.kind} loss over the global batch.\n\nTests: {tests}."
     )

@@ -38,7 +38,7 @@ def train(config: Config, session: Session) -> None:
 
     torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
     tokenizer = load_or_make_tokenizer(config.model.text, datasets.captions, session.directory.path / "tokenizer.json", ranks)
-    module = ClipTrainingModule(Clip(config.model, tokenizer), config.objective).to(ranks.device, dtype)
+    module = ClipTrainingModule(Clip(config.model, tokenizer), config.loss).to(ranks.device, dtype)
 
     prepare_text: Callable[[Sequence[str]], Tensor] = tokenizer
     if config.model.text.frozen and datasets.captions_complete:
@@ -52,7 +52,7 @@ def train(config: Config, session: Session) -> None:
     model = parallelize(module, config.parallel, ranks)
     optimizer = make_optimizer(module, config.optimizer)
     sampler = StepSampler(len(train_pairs), config.data.batch, seed, datasets.weights)
-    second_view = config.objective.view_weight > 0
+    second_view = config.loss.view_weight > 0
     batch_maker = BatchMaker(prepare_text, image_features, config.augment, seed, ranks.device, dtype, second_view)
     encoder = Encoder(model, prepare_text, ranks, watchdog, size, dtype)
     with TrainingLoop(session, model, optimizer) as loop:

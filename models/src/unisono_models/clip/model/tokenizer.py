@@ -50,7 +50,7 @@ class CaptionTokenizer:
         if found is None:
             found = self.tokenizer.token_to_id("<mask>")
         if found is None:
-            raise ValueError("the tokenizer has no mask token: objective.language_weight needs one")
+            raise ValueError("the tokenizer has no mask token: loss.language_weight needs one")
         return int(found)
 
     def to_json(self) -> str:
