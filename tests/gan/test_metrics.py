@@ -155,7 +155,7 @@ def refuse(what: str) -> str:
     [
         ("few", "6 rows on all ranks|3 rows on all ranks"),
         ("one", "feature_moments: features have 1 rows on all ranks"),
-        ("width", "kernel_distance: all ranks must have the same; rank 0: .*width 6.*rank 1: .*width 3"),
+        ("width", "kernel_distance: this must be equal on all ranks: rank 0: .*width 6.*rank 1: .*width 3"),
         ("kinds", "kernel_distance: rank 1: expected features of one dtype"),
         ("tile", "kernel_distance: rank 1: tile=0"),
         ("labels", r"label_metrics: rank 1: .*labels \(3,\)"),

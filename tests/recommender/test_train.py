@@ -202,7 +202,7 @@ def train_and_catch(directory, *args):
         (["--data.features", "user_id", "rating"], "rating is the label that the model predicts"),
         (["--data.features", "timestamp"], "at least one has to be of ids"),
         (["--data.test", "elsewhere"], "atomic files are split by data.parts"),
-        (["--parallel.kind", "fsdp"], "a recommender supports ddp only"),
+        (["--parallel.kind", "fsdp"], "must be ddp"),
         (["--model.kind", "two_tower", "--model.users", "age"], "the first has to be user_id and item_id"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",

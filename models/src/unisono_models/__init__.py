@@ -1,1 +1,1 @@
-"""Reference models that consume unisono's packages, and the ground their recipes share."""
+"""Three reference models on unisono's packages, and the training code that they share."""

@@ -178,7 +178,9 @@ def test_rejects_what_is_not_an_image(server):
     assert post(encode_image(), **{"Content-Type": "text/plain"})[0] == 415
     assert post(iter([b"chunked"]), **{"Transfer-Encoding": "chunked"})[0] == 411
     assert post(b"", **{"Content-Length": "-5"})[0] == 411
-    assert post(b"", **{"Content-Length": str(8 * 2**20 + 1)}) == (413, "at most 8 MiB, please"), "without reading it"
+    assert post(b"", **{"Content-Length": str(8 * 2**20 + 1)}) == (413, "the image may have at most 8 MiB"), (
+        "without reading it"
+    )
     assert post(b"", **{"Content-Length": "9" * 99})[0] == 413
     assert ask(server, "/", method="POST", body=b"", headers={"Content-Type": "image/png"})[0] == 404
 

@@ -67,7 +67,7 @@ def test_any_captions_survive_a_csv(tmp_path, captions):
     ("content", "words"),
     [
         (b"", "no column with one of the usual names"),
-        (b"image,words\n", r"for the caption; the columns are \['image', 'words'\]. Name it by caption="),
+        (b"image,words\n", r"for the caption; the columns are \['image', 'words'\]. Set --data.caption"),
         (b"image,caption\n\n\n", "no rows below the header"),
         ("image,caption\n".encode("utf-16"), "save it as UTF-8"),
     ],

@@ -4,7 +4,7 @@ import pytest
 
 from tests.clip.image_files import encode_image, write_csv, write_tars
 from unisono.collectives.groups import resolve_group
-from unisono_models.clip.data.files import find_files, open_pairs, split_pairs
+from unisono_models.clip.data.files import find_pair_files, open_pairs, split_pairs
 from unisono_models.clip.data.tar_pairs import TextFields, index_tar
 from unisono_models.datasets.file_patterns import expand_braces
 
@@ -17,13 +17,13 @@ def _own_cache(tmp_path_factory, monkeypatch):
 def test_source_is_told_from_its_files(tmp_path):
     write_tars(tmp_path, (1, 1, 1))
     (tmp_path / "00000.parquet").write_bytes(b"what img2dataset puts beside")
-    assert find_files(tmp_path) == ("tar", [tmp_path / f"0000{k}.tar" for k in range(3)])
-    assert find_files(f"{tmp_path}/{{00001..00002}}.tar")[1] == [tmp_path / "00001.tar", tmp_path / "00002.tar"]
+    assert find_pair_files(tmp_path) == ("tar", [tmp_path / f"0000{k}.tar" for k in range(3)])
+    assert find_pair_files(f"{tmp_path}/{{00001..00002}}.tar")[1] == [tmp_path / "00001.tar", tmp_path / "00002.tar"]
     (tmp_path / "deep" / "er").mkdir(parents=True)
     write_csv(tmp_path / "deep" / "er" / "a.CSV", [])
-    assert find_files(str(tmp_path / "deep"))[0] == "csv"
+    assert find_pair_files(str(tmp_path / "deep"))[0] == "csv"
     (tmp_path / "{1..2}.tar").write_bytes(b"")
-    assert find_files(tmp_path / "{1..2}.tar")[1] == [tmp_path / "{1..2}.tar"]
+    assert find_pair_files(tmp_path / "{1..2}.tar")[1] == [tmp_path / "{1..2}.tar"]
     assert list(expand_braces("{9..11},{x},{a,b}")) == ["9,{x},a", "9,{x},b", "10,{x},a", "10,{x},b", "11,{x},a", "11,{x},b"]
 
 

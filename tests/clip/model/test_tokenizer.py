@@ -114,7 +114,7 @@ def test_model_s_own_tokenizer_is_that_of_transformers():
 
 @pytest.mark.parametrize("tokens", [-1, 0, 2])
 def test_tokenizer_rejects_lengths_that_leave_no_word(tokens):
-    with pytest.raises(ValueError, match=f"text.tokens: {tokens} leaves no room for words besides the 2"):
+    with pytest.raises(ValueError, match=f"text.tokens: {tokens} must be more than the 2 special tokens"):
         make_tokenizer(TextConfig(tokens=tokens), CAPTIONS)
 
 

@@ -66,7 +66,7 @@ def validate(problems, descriptions):
 def test_arguments_are_validated_on_all_ranks(ranks):
     assert ranks(validate, ["", ""], ["float32", "float32"], world_size=2) == [[0, 10]] * 2
     assert ranks(validate, ["", "no rows"], ["float32", ""], world_size=2) == ["auc: rank 1: no rows"] * 2
-    expected = "auc: all ranks must have the same; rank 0: float32; rank 1: float64"
+    expected = "auc: this must be equal on all ranks: rank 0: float32; rank 1: float64"
     assert ranks(validate, ["", ""], ["float32", "float64"], world_size=2) == [expected] * 2
 
 

@@ -159,7 +159,7 @@ class DataConfig:
     words: Literal["names", "names and aliases"] = "names"
     """emoji: whether the other English names of an emoji are captions, too."""
     toned: float = 1.0
-    """emoji: how often an emoji with a skin tone comes in an epoch, between 0 and 1. Half of all emoji have one."""
+    """emoji: the fraction of emoji with a skin tone that an epoch contains. Half of all emoji have one."""
     image: str | None = None
     """Files: the column that has the image. None: the first of image, filepath, file_name, image_path, path, file."""
     caption: str | None = None
@@ -167,7 +167,7 @@ class DataConfig:
     tars the .txt, or else caption or text of the .json."""
     concept: str | None = None
     """Files: the column, or the field of a tar's .json, that is equal for pairs that show the same thing. None: pairs with
-    equal captions do."""
+    equal captions have the same concept."""
     held_out: float = 0.05
     """Files: the fraction of the concepts that is held out for evaluation."""
     workers: int = 0
@@ -196,9 +196,9 @@ class AugmentConfig:
     brightness: float = 0.0
     """The largest amount that is added to or subtracted from all colours."""
     contrast: float = 0.0
-    """The largest change of the distance from middle grey, as a fraction."""
+    """The largest relative change of contrast."""
     saturation: float = 0.0
-    """The largest change of the distance from grey, as a fraction."""
+    """The largest relative change of saturation."""
     hue: float = 0.0
     """The largest rotation of the colour circle, in either direction; 0.5 is half of it."""
     gray: float = 0.0

@@ -54,7 +54,7 @@ class ClipTrainingModule(nn.Module):
         total = self.pairs(images, text, ids=ids)
         losses = {"pairs": total}
         if self.config.image_weight:
-            # The mean over no anchors is NaN, with zero gradients: so it is for a batch in which no concept comes twice.
+            # If no concept occurs twice in the batch, supcon_loss is NaN, with zero gradients.
             losses["images"] = torch.nan_to_num(self.images(images, concepts))
             total = total + self.config.image_weight * losses["images"]
         if views is not None:

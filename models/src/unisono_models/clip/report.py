@@ -54,7 +54,7 @@ def write_run_report(
     write_report(
         run,
         title="A contrastive model of images and captions",
-        intro=_intro(config, datasets),
+        intro=_introduction(config, datasets),
         images=samples if images is not None else [],
         tables={"Retrieval on held-out data": rows},
         notes=[skip_report, *datasets.notes],
@@ -96,7 +96,7 @@ def _exported_model(module: ClipTrainingModule, weights: Mapping[str, Any]) -> C
     return clip.eval()
 
 
-def _intro(config: Config, datasets: Datasets) -> str:
+def _introduction(config: Config, datasets: Datasets) -> str:
     image, text = config.model.image, config.model.text
     tests = ", ".join(f"{name} ({len(test.pairs):,} pairs)" for name, test in datasets.tests.items())
     return (

@@ -71,7 +71,7 @@ def train(config: Config, session: Session) -> None:
             pairs = next(batches)
             skipped.add(pairs)
             batch = batch_maker.make(pairs, step=step, epoch=sampler.epoch_of(step))
-            rate = set_learning_rate(optimizer, config.optimizer, step, loop.steps)
+            lr = set_learning_rate(optimizer, config.optimizer, step, loop.steps)
             model.train()
             with autocast_context(config.parallel, ranks):
                 if loop.just_resumed:
@@ -82,7 +82,7 @@ def train(config: Config, session: Session) -> None:
                 torch.nn.utils.clip_grad_norm_(module.parameters(), config.optimizer.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
-            loop.log({**losses, "scale": module.pairs.scale, "lr": rate}, samples=len(sampler.at(step)))
+            loop.log({**losses, "scale": module.pairs.scale, "lr": lr}, samples=len(sampler.at(step)))
 
             if loop.evaluation_due:
                 loop.record(evaluate(encoder, datasets.tests))

@@ -35,7 +35,7 @@ def explain_broken_images() -> Iterator[None]:
         raise
     except UnidentifiedImageError as error:  # its own text has a path or an address in it, which differs every time
         raise BrokenImageError(f"not an image in a known format ({', '.join(_FORMATS)})") from error
-    except Exception as error:  # a decoder that is fed anything at all raises anything at all
+    except Exception as error:  # decoders raise exceptions of any class for malformed data
         raise BrokenImageError(f"{type(error).__name__}: {error}") from error
 
 

@@ -1,9 +1,9 @@
-"""python -m unisono_models.gan {train,evaluate,sample} ..."""
+"""The commands of gan: `python -m unisono_models.gan COMMAND ...`."""
 
 from unisono_models.training.commands import run_command
 
 COMMANDS = {
-    "train": ("unisono_models.gan.train", "Train a model. Start it by torchrun to use several ranks."),
+    "train": ("unisono_models.gan.train", "Train a recipe, or continue a run; under torchrun on many ranks."),
     "evaluate": ("unisono_models.gan.commands.evaluate", "Compute the metrics of a finished run again."),
     "sample": ("unisono_models.gan.commands.sample", "Generate images with the generator of a finished run."),
 }

@@ -40,7 +40,7 @@ class ModelConfig:
     """The generator and the discriminator. Their image size is data.size."""
 
     condition: Condition = "class"
-    """What the generator is told about the image it makes: a class, a vector, a text, or nothing (none)."""
+    """What the generator is conditioned on: a class, a vector, a text, or nothing (none)."""
     noise: int = 64
     """Dimension of the noise vector."""
     generator: tuple[int, ...] = (64, 32)
@@ -94,7 +94,7 @@ class LossConfig:
     penalty: Literal["r1+r2", "r1", "r2", "none"] = "r1+r2"
     """Which gradients are penalized: those at real images (r1), at fakes (r2), both, or none."""
     penalty_every: int = 2
-    """The penalties are computed every this many steps, and then weighted by this number."""
+    """Compute the penalties every N steps, multiplied by N."""
     matching: float = 0.0
     """Weight of the matching loss: real images with the condition of another row of the global batch count as fakes."""
     contrast: float = 0.0
@@ -167,7 +167,7 @@ class Config:
     precision: Literal["float32", "float64"] = "float32"
     """dtype of weights and activations. float64 helps to tell rounding errors from bugs."""
     rounding: float = 1e-5
-    """Largest relative difference of the first ten losses that `training reproduce` calls rounding.
+    """Largest relative difference of the first ten losses that `training reproduce` accepts.
     It is ten times that of other models: Adam without momentum takes full steps where a gradient is only rounding error."""
 
     def __post_init__(self) -> None:

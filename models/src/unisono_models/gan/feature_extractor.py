@@ -39,9 +39,8 @@ _TEST_BATCH = 500
 class FeatureExtractor(nn.Module):
     """A classifier of images (n, channels, size, size) in [-1, 1]; its hidden layer gives the features.
 
-    It tells `classes` apart. Without classes it tells by which of 0, 90, 180 and 270 degrees an image was rotated, for which it
-    has to know what an upright image looks like. It has no normalization: the features of an image do not depend on the rest of
-    the batch.
+    It predicts one of `classes`; without classes it predicts the rotation of the image (0, 90, 180 or 270 degrees).
+    It has no normalization: the features of an image do not depend on the rest of the batch.
 
     Example:
         >>> extractor = FeatureExtractor(channels=1, size=16, classes=("cat", "dog"))

@@ -17,7 +17,7 @@ class DataConfig:
     """The name of a dataset (ml-1m and ml-100k come with pip packages), a folder of RecBole's atomic files, or click logs.
     Click logs are in Criteo's TSV or in parquet: a file, a folder, or a pattern such as '/data/day_{0..22}'."""
     format: Literal["auto", "atomic", "criteo", "parquet"] = "auto"
-    """The format of the files. auto tells it by their names: .inter is atomic, .parquet is parquet, all others are criteo."""
+    """The format of the files. auto goes by the suffix: .inter is atomic, .parquet is parquet, all others are criteo."""
     features: tuple[str, ...] = MOVIELENS_FEATURES
     """The columns that the model takes as inputs: NAME:id, NAME:ids for a bag of ids, or NAME:number.
     A plain NAME takes its kind from the header of an atomic file. Streamed data needs NAME:id:ROWS, the rows of the table.
@@ -31,7 +31,8 @@ class DataConfig:
     keep: str = "[0,3);(3,inf)"
     """Use only the interactions whose label is in one of these intervals. For atomic files."""
     threshold: float = 4.0
-    """A label of at least this counts as 1, others as 0. For atomic files. two_tower takes all interactions as liked."""
+    """A label of at least this counts as 1, others as 0. For atomic files.
+    two_tower ignores it: every interaction is a positive."""
     split: Literal["rows", "per_user"] = "rows"
     """Split all rows at random, or the rows of each user. For atomic files."""
     parts: tuple[float, float, float] = (0.8, 0.1, 0.1)
@@ -57,7 +58,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model."""
+    """The model: its kind, its layers, and the temperature of two_tower."""
 
     kind: Literal["lr", "fm", "deepfm", "dcn", "dlrm", "two_tower"] = "deepfm"
     """two_tower retrieves items for a user; the others predict the probability of a click."""
@@ -109,7 +110,7 @@ class TablesConfig:
     lr: float = 2e-2
     """The learning rate of the tables."""
     weight_decay: float = 0.0
-    """Weight decay of the rows that a batch looks up. It does not depend on how often the batch has them."""
+    """Weight decay of the rows that a batch looks up. A row that a batch looks up several times decays once."""
     l2: float = 0.0
     """L2 penalty: half of it times the sum of the squared embeddings of each row is added to the loss. Not for two_tower."""
     wire: Literal["full", "bfloat16", "float16"] = "full"
@@ -127,7 +128,9 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Weight decay of the matrices. Vectors and scalars have none."""
     beta1: float = 0.9
+    """AdamW's decay rate of the mean of gradients."""
     beta2: float = 0.999
+    """AdamW's decay rate of the mean of squared gradients."""
     warmup: float = 0.0
     """The fraction of the steps in which the learning rate rises."""
     final: float = 0.0

@@ -61,7 +61,7 @@ class Evaluator:
         return metrics | ({"bad_rows": float(bad)} if bad else {})
 
     def _rank(self, model: TwoTower, dataset: RowDataset, split: Split) -> dict[str, float]:
-        """Rank all items for each user (full sort), without the user's items of training, and for the test of validation."""
+        """Rank all items for each user (full sort), except the user's items of training and, in the test, of validation."""
         ratings = self.datasets.ratings
         assert ratings is not None
         earlier = [self.datasets.train] if split == "valid" else [self.datasets.train, self.datasets.valid]

@@ -21,9 +21,7 @@ from unisono_models.training.schedule import learning_rate_factor
 def main(args: Sequence[str] | None = None) -> None:
     recipe, config = RECIPES.choose(args)
     if config.parallel.kind != "ddp":
-        raise ValueError(
-            f"parallel.kind={config.parallel.kind}: a recommender supports ddp only: tables.plan shards the tables"
-        )
+        raise ValueError(f"parallel.kind={config.parallel.kind}: must be ddp. The tables are sharded by tables.plan")
     with start_session(config, model="recommender", recipe=recipe) as session:
         train(config, session)
 

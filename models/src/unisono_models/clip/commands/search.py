@@ -50,7 +50,7 @@ def main(args: Sequence[str] | None = None) -> None:
         path = run_search(options, Console())
     except (ValueError, OSError) as error:
         raise SystemExit(f"{PROG}: {error}") from error
-    print(f"drawn in {path}")
+    print(f"The results are drawn in {path}")
 
 
 def run_search(options: SearchOptions, console: Console) -> Path:

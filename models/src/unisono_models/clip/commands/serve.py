@@ -112,7 +112,7 @@ class SearchRequestHandler(BaseHTTPRequestHandler):
             if not words:
                 return _json({"hits": []})
             if len(words) > MAX_QUERY:
-                raise HttpError(HTTPStatus.BAD_REQUEST, f"at most {MAX_QUERY} characters, please")
+                raise HttpError(HTTPStatus.BAD_REQUEST, f"the query may have at most {MAX_QUERY} characters")
             return _json({"hits": self.server.find_words(words, *self._choices(options))})
         if (found := _IMAGE_PATH.fullmatch(path)) and int(found[1]) < len(self.server.gallery.items):
             return "image/png", self.server.draw(int(found[1])), True
@@ -129,7 +129,7 @@ class SearchRequestHandler(BaseHTTPRequestHandler):
         if not (length.isascii() and length.isdecimal()) or "Transfer-Encoding" in self.headers:
             raise HttpError(HTTPStatus.LENGTH_REQUIRED, "the size of the image is not known")
         if len(length) > 12 or int(length) > MAX_UPLOAD:
-            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_UPLOAD >> 20} MiB, please")
+            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the image may have at most {MAX_UPLOAD >> 20} MiB")
         content = self.rfile.read(int(length))
         if len(content) != int(length):
             raise HttpError(HTTPStatus.BAD_REQUEST, "the image is incomplete")
@@ -273,7 +273,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"{PROG}: {error}") from error
     except KeyboardInterrupt:
-        raise SystemExit(f"{PROG}: interrupted before the page was there") from None
+        raise SystemExit(f"{PROG}: interrupted while starting") from None
     with server:
         gallery.search("warm up")  # so that the first search of a user is fast
         plural = "s" if len(gallery.items) > 1 else ""

@@ -133,7 +133,7 @@ def choose_column(given: str | None, usual: Sequence[str], columns: Sequence[str
     wanted = repr(given) if given is not None else f"with one of the usual names ({', '.join(usual)})"
     raise ValueError(
         f"open_pairs: {path}: no column {wanted} for the {what}; the columns are {printable(list(columns), 400)}. "
-        f"Name it by {what}="
+        f"Set --data.{what}"
     )
 
 

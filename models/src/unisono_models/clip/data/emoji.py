@@ -238,8 +238,8 @@ def split_emoji(
 
 def is_unseen(concept: Concept) -> bool:
     """Whether the concept's family belongs to the tenth that is never trained on."""
-    # The salt was chosen, before anything was trained, so that the tests have within one as many concepts as those of the
-    # results that were to be beaten: 296 and 1,633.
+    # The salt was chosen, before anything was trained, so that the tests have about as many concepts
+    # (296 and 1,633) as earlier published results that we compare with.
     return _hash("unseen 144", concept.family) % 10 == 0
 
 

@@ -44,7 +44,7 @@ class FileDataset(ClipDataset):
         )
 
     def gallery(self, *, size: int, limit: int = 20_000) -> GalleryImages:
-        stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in find_files(self.config.source)[1]]
+        stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in find_pair_files(self.config.source)[1]]
         columns = [self.config.image, self.config.caption, self.config.concept]
         return sample_gallery(self._open(), limit=limit, key=repr([columns, stamps]))
 
@@ -80,7 +80,7 @@ def open_pairs(
         train, held_out = split_pairs(pairs, 0.01, seed=0)
     """
     with raise_together("open_pairs"):
-        kind, paths = find_files(source)
+        kind, paths = find_pair_files(source)
     check_same_files(paths, source=source, what="open_pairs")
     pairs: CaptionedPairs
     if kind == "tar":
@@ -95,7 +95,7 @@ def open_pairs(
     return pairs
 
 
-def find_files(source: Spec) -> tuple[Literal["tar", "parquet", "csv"], list[Path]]:
+def find_pair_files(source: Spec) -> tuple[Literal["tar", "parquet", "csv"], list[Path]]:
     """Find the files of `source` and their kind. The files are sorted within each pattern.
 
     Raises: ValueError if there are none, or files of several kinds, or of several splits.
@@ -141,7 +141,7 @@ def split_pairs(pairs: CaptionedPairs, fraction: float, seed: int) -> tuple[Subs
 
 
 def sample_gallery(pairs: CaptionedPairs, *, limit: int, key: str) -> GalleryImages:
-    """Sample at most `limit` of the pairs evenly. Each is a thing of its own, named by its caption. `key`: see GalleryImages.
+    """Sample at most `limit` of the pairs evenly. Each pair is one item, named by its caption. `key`: see GalleryImages.
 
     Raises: ValueError if `limit` is less than 1.
     """

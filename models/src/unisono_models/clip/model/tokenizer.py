@@ -27,9 +27,7 @@ class CaptionTokenizer:
         self.tokenizer, self.tokens = tokenizer, tokens
         special = tokenizer.num_special_tokens_to_add(False)
         if tokens <= special:  # the tokenizer would silently truncate nothing
-            raise ValueError(
-                f"text.tokens: {tokens} leaves no room for words besides the {special} special tokens that mark the ends"
-            )
+            raise ValueError(f"text.tokens: {tokens} must be more than the {special} special tokens that the tokenizer adds")
         tokenizer.no_padding()
         tokenizer.enable_truncation(tokens)
 

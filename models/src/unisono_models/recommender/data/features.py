@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-Kind = Literal["id", "ids", "number", "auto"]
+FeatureKind = Literal["id", "ids", "number", "auto"]
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Feature:
     """
 
     name: str
-    kind: Kind = "id"
+    kind: FeatureKind = "id"
     rows: int = 0
 
     def __post_init__(self) -> None:
         if not self.name or "." in self.name or "/" in self.name:
             raise ValueError(f"Feature {self.name!r}: a name must not be empty and must not contain a dot or a slash")
-        if self.kind not in get_args(Kind):
+        if self.kind not in get_args(FeatureKind):
             raise ValueError(f"Feature {self.name!r}: kind {self.kind!r} is not one of {', '.join(get_args(Kind))}")
         if self.rows < 0 or self.rows == 1 or (self.rows and self.kind == "number"):
             raise ValueError(f"Feature {self.name!r}: rows={self.rows}: a table has at least 2 rows, and a number has no table")
@@ -51,7 +51,7 @@ class Feature:
         """Write the text that `parse` reads."""
         return f"{self.name}:{self.kind}" + (f":{self.rows}" if self.rows else "")
 
-    def with_default_kind(self, kind: Kind) -> Feature:
+    def with_default_kind(self, kind: FeatureKind) -> Feature:
         """Replace the kind "auto" by `kind`."""
         return replace(self, kind=kind) if self.kind == "auto" else self
 

@@ -11,7 +11,7 @@ SUFFIXES = {"atomic": (".inter",), "parquet": (".parquet",), "criteo": (".tsv", 
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """A file, folder or pattern, and the format of the files: one of SUFFIXES, or "auto" to tell it by their names."""
+    """A file, folder or pattern, and the format of the files: one of SUFFIXES, or "auto", which goes by the suffix."""
 
     source: str
     format: str = "auto"
@@ -24,7 +24,7 @@ DATASETS: Registry[Callable[[], DatasetFiles]] = Registry("recommender")
 
 
 def find_dataset_files(source: str, format: str) -> DatasetFiles:
-    """Look up a registered dataset, or take `source` as a file, folder or pattern. Tell the format if it is "auto"."""
+    """Look up a registered dataset, or take `source` as a file, folder or pattern. Find the format if it is "auto"."""
     files = DATASETS[source]() if source in DATASETS else DatasetFiles(source, format)
     if files.format == "auto":
         kinds = {suffix: name for name, suffixes in SUFFIXES.items() for suffix in suffixes}

@@ -13,10 +13,10 @@ from unisono.embedding import Ragged, hash_strings
 from unisono_models.datasets.parquet import RowGroupReader
 from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.batch import Batch, Ids, empty_batch, take_ids
-from unisono_models.recommender.data.features import Feature, Kind
+from unisono_models.recommender.data.features import Feature, FeatureKind
 
 NO_ID = -1
-_EXPECTED: dict[Kind, str] = {"id": "integers or strings", "ids": "lists of integers or strings", "number": "numbers"}
+_EXPECTED: dict[FeatureKind, str] = {"id": "integers or strings", "ids": "lists of integers or strings", "number": "numbers"}
 
 
 class ParquetChunks:
@@ -145,7 +145,7 @@ class _Chunk(NamedTuple):
     """The row group, counted over all files."""
 
 
-def _fits(column: Any, kind: Kind) -> bool:
+def _fits(column: Any, kind: FeatureKind) -> bool:
     """Whether a pyarrow type can be a feature of this kind."""
     from pyarrow import types  # type: ignore[import-untyped]
 

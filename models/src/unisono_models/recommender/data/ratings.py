@@ -18,11 +18,11 @@ from torch import Tensor
 from unisono.embedding import Ragged
 from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.batch import Batch, Ids, take_ids
-from unisono_models.recommender.data.features import Feature, Kind
+from unisono_models.recommender.data.features import Feature, FeatureKind
 
 Side = Literal["inter", "user", "item"]
 UNKNOWN = 0  # the row of values that are missing or not in the vocabulary
-KIND_OF_TYPE: dict[str, Kind] = {"token": "id", "token_seq": "ids", "float": "number"}
+KIND_OF_TYPE: dict[str, FeatureKind] = {"token": "id", "token_seq": "ids", "float": "number"}
 TYPES = (*KIND_OF_TYPE, "float_seq")
 TITLE_COLUMNS = ("movie_title", "title", "name")
 _LARGEST = torch.finfo(torch.float32).max
@@ -141,7 +141,7 @@ def in_intervals(values: Tensor, intervals: str) -> Tensor:
     for text in intervals.split(";"):
         match = _INTERVAL.fullmatch(text)
         if match is None or not (_is_float(match[2]) and _is_float(match[3])):
-            raise ValueError(f"interval {text!r}: expected such as [0,3) or (3,inf), with ; between several")
+            raise ValueError(f"interval {text!r}: expected intervals like [0,3) or (3,inf), separated by ;")
         low, high = float(match[2]), float(match[3])
         above = values >= low if match[1] == "[" else values > low
         below = values <= high if match[4] == "]" else values < high

@@ -11,8 +11,8 @@ from unisono.embedding import Ragged
 from unisono_models.training.distributed.object_collectives import validate_on_all_ranks
 
 _NAMES = ("recall", "ndcg", "hit", "precision", "mrr")
-_FRACTION_BITS = 52  # each user's values are summed as integers of so many binary indices: order and split do not matter
-_LOW_BITS = 26  # the lower half is summed apart, which leaves room for 2**37 users
+_FRACTION_BITS = 52  # values are summed as integers with this many binary places, so that order and split do not matter
+_LOW_BITS = 26  # the lower half is summed separately, which leaves room for 2**37 users
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ def validate_on_all_ranks(what: str, problem: str, *, same: str, value: Json = N
     if any(problems):
         raise ValueError(f"{what}: {format_by_rank(dict(enumerate(problems)))}")
     if len(set(descriptions)) > 1:
-        raise ValueError(f"{what}: all ranks must have the same; {format_by_rank(dict(enumerate(descriptions)))}")
+        raise ValueError(f"{what}: this must be equal on all ranks: {format_by_rank(dict(enumerate(descriptions)))}")
     return list(values)
 
 

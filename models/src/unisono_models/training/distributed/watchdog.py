@@ -73,7 +73,7 @@ class StatusBoard:
         return int(self._store.add("status/readers", 1))
 
     def request_stacks(self, by: str) -> None:
-        """Make every rank print its stacks. `by` describes who wants them, in a text that no one has used before."""
+        """Make every rank print its stacks. `by` says who wants them; it must be a unique string."""
         self._store.set("status/stacks", by)
 
     def stacks_requested_by(self) -> str | None:
@@ -270,7 +270,7 @@ class Watchdog:
             if self._parent not in (None, os.getppid()):
                 self._parent = None
                 os.kill(os.getpid(), signal.SIGTERM)
-            with suppress(Exception):  # where stderr is no file. For a main thread that never releases the interpreter
+            with suppress(Exception):  # fails if stderr is no file. It works even if the main thread never releases the GIL
                 faulthandler.dump_traceback_later(self.timeout + grace)
             idle = now - self._last_beat
             if idle > self.timeout and not self._stalled.is_set():

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from unisono.collectives.autograd import LinearMap
 
 _HEADER = 16  # int64 values in the message, whatever the call
-_FIXED = 3  # of which: has a problem, fingerprint, number of integers
+_FIXED = 3  # the first of them: whether there is a problem, the fingerprint, the number of integers
 _TEXT_BYTES = 2048  # bytes of each rank's description in an error
 _DEEPEST = 8  # levels of objects in objects that stable_repr opens
 _PLAIN = {bool, int, float, str, bytes, type(None)}  # types whose repr is the same in every process

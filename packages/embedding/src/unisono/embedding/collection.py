@@ -135,7 +135,7 @@ class EmbeddingCollection(EngineModule):
         self._prefetcher.start(features, *self._read(features))
 
     def reset_rows(self, table: str, rows: Tensor) -> None:
-        """Set rows of a table to zero and their optimizer state to its first value, on whichever ranks they lie."""
+        """Set rows of a table to zero and their optimizer state to its initial value, on whichever ranks they lie."""
         module = self.tables[table]
         assert isinstance(module, ShardedTable)
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < module.table.rows:

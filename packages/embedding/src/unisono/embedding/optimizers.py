@@ -138,7 +138,7 @@ class GradientConsumer(ABC):
         """Start a backward."""
 
     def needs_square_sums(self) -> bool:
-        """Whether `take` wants the sum of squares of each whole row."""
+        """Whether `take` needs the sum of squares of each whole row."""
         return False
 
     def decay(self, shard: GroupShard, rows: Tensor, grads: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ class ParameterGradients(GradientConsumer):
 
 
 def make_states(rule: Rule | None, weight: Tensor, steps: Tensor) -> dict[str, Tensor]:
-    """The first state of an optimizer. `steps`: the count that all tables share, for rules that need it."""
+    """The initial state of an optimizer. `steps`: the count that all tables share, for rules that need it."""
     if rule is None:
         return {}
     return rule.states(weight) | ({"step": steps} if isinstance(rule, Adam) else {})

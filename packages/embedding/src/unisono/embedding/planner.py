@@ -28,12 +28,19 @@ from unisono.embedding.sharding.cost import (
 from unisono.embedding.sharding.layouts import Answers, Layout
 from unisono.embedding.table import Table
 
-_FEW = 16  # ranks that are listed one by one
+_FEW = 16  # up to this number, ranks are listed one by one
 _UNLIMITED = 2**62  # more than any rank has
-_NEAR = 1.05  # loads that are as good as equal
-_LIMITS = (None, 1.5, 1.2, 1.1, 1.0, 0.0)  # of a rank's load, as parts of the mean: beyond, a table is cut. 0: all are
-_EVENNESS = (1.1, 1.2, 1.5)  # of memory, as parts of the mean: worth having if it costs next to nothing
-_SMALL = 0.05  # of the mean load and memory: such a table is not worth cutting
+_NEAR = 1.05  # loads whose ratio is below this count as equal
+_LIMITS = (
+    None,
+    1.5,
+    1.2,
+    1.1,
+    1.0,
+    0.0,
+)  # of a rank's load, as multiples of the mean: a table above is cut; 0 cuts all
+_EVENNESS = (1.1, 1.2, 1.5)  # limits of memory, as multiples of the mean, that are taken if they cost almost nothing
+_SMALL = 0.05  # a table below this fraction of the mean load and memory is not cut
 
 
 @dataclass(frozen=True)
@@ -171,7 +178,7 @@ def plan_tables(
         raise ValueError(
             f"plan_tables: the tables need {_bytes(sum(held))}, and {world_size} x memory_per_rank={memory_per_rank} "
             f"is {_bytes(world_size * memory_per_rank)}; the largest table is {names[held.index(max(held))]!r} with "
-            f"{_bytes(max(held))}; memory_per_rank={least} would do"
+            f"{_bytes(max(held))}; memory_per_rank must be at least {least}"
         )
     planned = [_report(t, d, p, world_size) for t, d, p in zip(tables, demands, placed, strict=True)]
     return Plan(

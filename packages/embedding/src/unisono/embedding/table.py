@@ -1,4 +1,4 @@
-"""A table, before it lies anywhere; and its first weights, which do not depend on where it lies."""
+"""The description of a table (rows, width, features, options), and its initial weights, which no layout changes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +87,7 @@ class Table:
 
 
 def draw_weights(table: Table, box: Box, out: Tensor, *, seed: int) -> None:
-    """Fill `out` with the part `box` of the table's first weights: the same numbers whatever the layout."""
+    """Fill `out` with the part `box` of the table's initial weights: the same numbers whatever the layout."""
     block = torch.empty((min(_BLOCK, table.rows), table.dim), dtype=out.dtype, device=out.device)
     for start in range(box.row // _BLOCK * _BLOCK, box.row_end, _BLOCK):
         end = min(start + _BLOCK, table.rows)

@@ -39,7 +39,7 @@ class LogitStatistics(NamedTuple):
 
 
 class SavedForBackward(NamedTuple):
-    """What the forward keeps for the backward besides its results, if memory allows."""
+    """What the forward keeps for the backward in addition to its results, if memory allows."""
 
     columns: list[Tensor]  # of all ranks, if they were gathered
     logits: list[Tensor]  # one tensor per tile

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from unisono.collectives.groups import GroupRanks, process_group
 from unisono.collectives.wire import start_all_reduce
 
-_MANY_SMALL = 2**15  # mean elements of a gradient; below, one call for the whole bucket beats a scaling copy of each
+_MANY_SMALL = 2**15  # below this mean size of gradients, scaling a whole bucket once is faster than scaling each copy
 _FIRST = 2**20  # bytes of the first bucket
 _WORTH_NO_COPY = 2**14  # elements from which a single gradient is reduced in place
 
@@ -157,7 +157,7 @@ def make_buckets(
         slot = place % slots if slots else place
         room = min(totals[specs[bucket[0]].device, specs[bucket[0]].dtype], bucket_bytes)
         if sum(specs[member].nbytes for member in bucket) > room:
-            slot = -1 - slot  # memory apart from that of the others, which all have one size and so fit into each other's
+            slot = -1 - slot  # its own memory: the other slots have another size
         buckets.append(Bucket(bucket, specs, buffers, slot, room // specs[bucket[0]].dtype.itemsize))
     return buckets
 

@@ -68,7 +68,7 @@ class EngineModule(nn.Module):
         return self.engine.storage.optimizer
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw first weights, the same for every plan and number of ranks. All ranks call."""
+        """Draw initial weights, the same for every plan and number of ranks. All ranks call."""
         self.engine.storage.reset(seed)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -158,7 +158,7 @@ class ShardStorage:
             self.optimizer = FusedOptimizer([module.weight for module in modules], self.rule)
 
     def convert(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Do what Module.to and similar calls want: move whole group shards, then parameters and their gradients."""
+        """Implement Module.to and similar calls: move whole group shards, then parameters and their gradients."""
         probe = change(torch.empty(0, dtype=self.options.dtype, device=self.options.device))
         moved = [None if shard is None else change(shard.weight) for shard in self.shards]
         unmoved = all(shard is None or shard.weight is weight for shard, weight in zip(self.shards, moved, strict=True))
@@ -200,7 +200,7 @@ class ShardStorage:
 
     @torch.no_grad()
     def reset(self, seed: int | None = None) -> None:
-        """Draw first weights and states, from rank 0's default generator: the same for all layouts and numbers of ranks."""
+        """Draw initial weights and states, from rank 0's default generator: the same for all layouts and numbers of ranks."""
         if seed is None:
             drawn = torch.randint(2**62, (1,), device="cpu")
             if self.ranks.size > 1:

@@ -132,7 +132,7 @@ def scale_unique(counts: Tensor, scale: float, rows: int) -> float:
 
 
 def _thin(counts: Tensor, share: float) -> float:
-    """How many of the ids are left, on average, if only this share of all look-ups is."""
+    """Return the expected number of distinct ids in a random fraction `share` of the look-ups."""
     return float((1 - (1 - share) ** counts).sum())
 
 
