@@ -32,7 +32,7 @@ class Feature:
         if not self.name or "." in self.name or "/" in self.name:
             raise ValueError(f"Feature {self.name!r}: a name must not be empty and must not contain a dot or a slash")
         if self.kind not in get_args(FeatureKind):
-            raise ValueError(f"Feature {self.name!r}: kind {self.kind!r} is not one of {', '.join(get_args(Kind))}")
+            raise ValueError(f"Feature {self.name!r}: kind {self.kind!r} is not one of {', '.join(get_args(FeatureKind))}")
         if self.rows < 0 or self.rows == 1 or (self.rows and self.kind == "number"):
             raise ValueError(f"Feature {self.name!r}: rows={self.rows}: a table has at least 2 rows, and a number has no table")
 
