@@ -15,9 +15,10 @@ from unisono_models.clip import gallery as gallery_module
 from unisono_models.clip.data.emoji import emoji_gallery
 from unisono_models.clip.data.files import sample_gallery
 from unisono_models.clip.data.pairs import PairBatch
-from unisono_models.clip.gallery import Gallery, GalleryError, find_export, open_gallery
+from unisono_models.clip.gallery import Gallery, find_export, open_gallery
 from unisono_models.clip.model import Clip
 from unisono_models.datasets.emoji.images import load_emoji_images
+from unisono_models.training.run.run_directory import RunError
 
 
 def as_png(image):
@@ -192,11 +193,11 @@ def test_open_gallery_says_what_is_wrong(finished_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def is_rejected(path, message):
-        with pytest.raises(GalleryError, match=message):
+        with pytest.raises(RunError, match=message):
             open_gallery(path)
 
-    is_rejected(tmp_path / "none", r"none: there is no such directory. Runs: runs/clip-mine")
-    is_rejected(tmp_path / "data", "neither a run .* nor an exported model. Runs: runs/clip-mine")
+    is_rejected(tmp_path / "none", r"none: no such directory. Here are runs/clip-mine")
+    is_rejected(tmp_path / "data", "data is not a run: .* Here are runs/clip-mine")
     (finished_run / "export" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     is_rejected(finished_run, "the run has not finished: export/tokenizer.json is not there yet")
     (tmp_path / "tokenizer.json").rename(finished_run / "export" / "tokenizer.json")
@@ -208,4 +209,4 @@ def test_open_gallery_says_what_is_wrong(finished_run, tmp_path, monkeypatch):
     is_rejected(finished_run, "the data that the run was trained on cannot be read from here: .*table.csv")
     config = json.loads((finished_run / "config.json").read_text())
     (finished_run / "config.json").write_text(json.dumps(config | {"model": "gan"}))
-    is_rejected(finished_run, "is a run of gan, not of clip")
+    is_rejected(finished_run, "holds a run of gan, not of clip")

@@ -25,15 +25,11 @@ from unisono_models.clip.data.pairs import Pairs
 from unisono_models.clip.model.clip import FILES, Clip
 from unisono_models.datasets.emoji.concepts import TONES
 from unisono_models.training.checkpoint.atomic_file import atomic_write
-from unisono_models.training.run.run_directory import read_config
+from unisono_models.training.run.run_directory import RunError, read_finished_run
 
 MAX_QUERY = 300  # characters; no text tower reads more
 _BATCH = 256
 _LAYOUT = 2  # version of the cached features; old files are not used
-
-
-class GalleryError(ValueError):
-    """The directory has nothing to search. The message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -188,18 +184,18 @@ def open_gallery(path: Path, *, limit: int = 20_000) -> tuple[Gallery, Path]:
     limit: the maximum number of images, for data that is not a registered dataset. Their features are computed once and
         cached in gallery.safetensors.
 
-    Raises: GalleryError that says what is wrong.
+    Raises: RunError that says what is wrong.
     """
     export, folder, config = find_export(path)
     try:
         clip = Clip.from_pretrained(export)
     except Exception as error:  # json, safetensors, torch and transformers each have their own for a damaged file
-        raise GalleryError(f"{export} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise RunError(f"{export} cannot be loaded: {type(error).__name__}: {error}") from error
     try:
         images = open_dataset(config).gallery(size=clip.config.image.size, limit=limit)
         return Gallery.build(clip, images, cache=folder / "gallery.safetensors"), folder
     except (OSError, ValueError) as error:
-        raise GalleryError(f"{path}: the data that the run was trained on cannot be read from here: {error}") from error
+        raise RunError(f"{path}: the data that the run was trained on cannot be read from here: {error}") from error
 
 
 def find_export(path: Path) -> tuple[Path, Path, DataConfig]:
@@ -208,35 +204,17 @@ def find_export(path: Path) -> tuple[Path, Path, DataConfig]:
     Returns the folder of the model, the folder for what is made of it, and the config of the data. A model that was exported
     without its run is taken for one of the default dataset.
 
-    Raises: GalleryError if there is none, or not yet.
+    Raises: RunError if there is none, or not yet.
     """
-    if not path.is_dir():
-        raise GalleryError(f"{path}: there is no such directory.{_list_runs()}")
-    try:
-        run = read_config(path)
-    except (OSError, ValueError):
-        if all((path / name).is_file() for name in FILES):
-            parent = path.absolute().parent
-            if path.absolute().name == "export" and (parent / "config.json").is_file():
-                return find_export(parent)
-            return path, path, DataConfig()
-        raise GalleryError(f"{path} is neither a run (it has no config.json) nor an exported model.{_list_runs()}") from None
-    if run["model"] != "clip":
-        raise GalleryError(f"{path} is a run of {run['model']}, not of clip.{_list_runs()}")
-    missing = [name for name in FILES if not (path / "export" / name).is_file()]
-    if missing:
-        raise GalleryError(
-            f"{path}: the run has not finished: export/{missing[0]} is not there yet. Wait for it, or continue the training "
-            "with the same command"
-        )
-    known = DataConfig.__dataclass_fields__.keys()
+    if all((path / name).is_file() for name in FILES):
+        parent = path.absolute().parent
+        if path.absolute().name == "export" and (parent / "config.json").is_file():
+            return find_export(parent)
+        return path, path, DataConfig()
+    run = read_finished_run(path, model="clip", files=FILES)
+    known = DataConfig.__dataclass_fields__.keys()  # a run of an earlier version may have others
     data = {name: value for name, value in run["config"].get("data", {}).items() if name in known}
     return path / "export", path, DataConfig(**data)
-
-
-def _list_runs() -> str:
-    runs = sorted(str(export.parent) for export in Path("runs").glob("*/export") if (export / FILES[0]).is_file())
-    return f" Runs: {', '.join(runs[:5])}" if runs else " Train one: ./scripts/train clip"
 
 
 def encode_images(clip: Clip, pairs: Pairs) -> dict[str, Tensor]:

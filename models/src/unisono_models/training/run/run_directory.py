@@ -270,6 +270,11 @@ def find_run(path: Path, *, model: str, kind: type[T], files: Sequence[str]) -> 
     Example:
         find_run(Path("runs/gan-digits"), model="gan", kind=Config, files=FILES).data.source  ->  "mnist-5k"
     """
+    return config_from_json(kind, read_finished_run(path, model=model, files=files)["config"])
+
+
+def read_finished_run(path: Path, *, model: str, files: Sequence[str]) -> Json:
+    """Do what find_run does, but return what config.json says, as it is."""
     if not path.is_dir():
         raise RunError(f"{path}: no such directory.{_list_runs(model, files)}")
     try:
@@ -283,7 +288,7 @@ def find_run(path: Path, *, model: str, kind: type[T], files: Sequence[str]) -> 
             f"{path}: the run has not finished: export/{missing[0]} is not there yet. Wait for it, or continue it: start the "
             "training again with the same options"
         )
-    return config_from_json(kind, saved["config"])
+    return saved
 
 
 def _list_runs(model: str, files: Sequence[str]) -> str:
