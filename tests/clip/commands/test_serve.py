@@ -215,7 +215,7 @@ def test_a_taken_port(monkeypatch):
             serve._start(gallery, first.server_port)
     with pytest.raises(SystemExit, match="--port 70000 must be between 0 and 65535"):
         serve.main(["somewhere", "--port", "70000"])
-    with pytest.raises(SystemExit, match="somewhere: there is no such directory"):
+    with pytest.raises(SystemExit, match="somewhere: no such directory"):
         serve.main(["somewhere"])
 
 
