@@ -3,13 +3,13 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
 from unisono_models.clip.gallery import Gallery, SearchHit
 from unisono_models.training.checkpoint.atomic_file import atomic_write
+from unisono_models.training.run.plots import dejavu_sans
 
 RESULT_SIZE = 96  # pixels; most drawings have 72 and would look soft if they were larger
 _PADDING, _GAP, _MARGIN, _LEFT = 14, 12, 36, 268
@@ -58,7 +58,7 @@ def draw_search_rows(rows: Sequence[SearchRow], path: Path, *, credits: Sequence
         raise ValueError("draw_search_rows: rows is empty: there is nothing to draw")
     across = max(1, *(len(row.hits) for row in rows))
     width = max(2 * _MARGIN + _LEFT + across * (_TILE + _GAP) - _GAP, 2 * _MARGIN + _LEFT + 2 * _TILE)
-    small = _fit(" · ".join(credits), _font(13), width - 2 * _MARGIN, lines=3)
+    small = _fit(" · ".join(credits), dejavu_sans(13), width - 2 * _MARGIN, lines=3)
     foot = 20 * len(small) + 14 if small else 0
     image = Image.new("RGB", (width, 2 * _MARGIN + len(rows) * _ROW - 22 + foot), _PAPER)
     pen = ImageDraw.Draw(image)
@@ -70,7 +70,7 @@ def draw_search_rows(rows: Sequence[SearchRow], path: Path, *, credits: Sequence
         for column, (hit, shown) in enumerate(zip(row.hits, row.images, strict=True)):
             _draw_hit(image, pen, hit, shown, _MARGIN + _LEFT + column * (_TILE + _GAP), top, best=column == 0)
     for line, text in enumerate(small):
-        pen.text((_MARGIN, image.height - _MARGIN + 12 - 20 * (len(small) - line) + 6), text, font=_font(13), fill=_SOFT)
+        pen.text((_MARGIN, image.height - _MARGIN + 12 - 20 * (len(small) - line) + 6), text, font=dejavu_sans(13), fill=_SOFT)
     data = io.BytesIO()
     image.save(data, "PNG", optimize=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,17 +83,17 @@ def _draw_query(image: Image.Image, pen: ImageDraw.ImageDraw, row: SearchRow, to
         thumb = row.query_image.convert("RGB")
         thumb.thumbnail((_TILE, _TILE))
         image.paste(thumb, (_MARGIN, top + (_TILE - thumb.height) // 2))
-        for line, text in enumerate(_fit(row.query, _font(15), room, lines=2)):
-            pen.text((_MARGIN, top + _TILE + 8 + 19 * line), text, font=_font(15), fill=_SOFT)
+        for line, text in enumerate(_fit(row.query, dejavu_sans(15), room, lines=2)):
+            pen.text((_MARGIN, top + _TILE + 8 + 19 * line), text, font=dejavu_sans(15), fill=_SOFT)
         return
     for size in (30, 26, 22, 18):  # the largest that fits
-        lines = _fit(row.query, _font(size, bold=True), room, lines=4)
+        lines = _fit(row.query, dejavu_sans(size, bold=True), room, lines=4)
         if len(lines) <= 3 and not lines[-1].endswith("…"):
             break
     height = round(size * 1.25)
     start = top + (_TILE - height * len(lines)) / 2
     for line, text in enumerate(lines):
-        pen.text((_MARGIN, start + line * height), text, font=_font(size, bold=True), fill=_INK)
+        pen.text((_MARGIN, start + line * height), text, font=dejavu_sans(size, bold=True), fill=_INK)
 
 
 def _draw_hit(
@@ -101,7 +101,7 @@ def _draw_hit(
 ) -> None:
     _draw_card(image, left, top, edge=_ACCENT if best else _EDGE, width=2 if best else 1)
     image.paste(shown.convert("RGB"), (left + _PADDING, top + _PADDING))
-    font = _font(14)
+    font = dejavu_sans(14)
     for line, text in enumerate(_fit(hit.label, font, _TILE + 4, lines=2)):
         pen.text((left + _TILE / 2, top + _TILE + 8 + 18 * line), text, font=font, fill=_INK if best else _SOFT, anchor="ma")
 
@@ -146,12 +146,3 @@ def _shorten(text: str, font: ImageFont.FreeTypeFont, room: float) -> str:
     while text and font.getlength(text + "…") > room:
         text = text[:-1]
     return text.rstrip() + "…"
-
-
-@cache
-def _font(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans, which comes with matplotlib: the same on every machine."""
-    import matplotlib
-
-    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
-    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name, size)

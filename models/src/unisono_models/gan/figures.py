@@ -4,15 +4,14 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from unisono_models.training.checkpoint.atomic_file import atomic_write
-from unisono_models.training.run.plots import INKS
+from unisono_models.training.run.plots import INKS, dejavu_sans
 
 _MIN_CELL = 56  # smallest size of an image in a grid, in pixels
 GAP = 4
@@ -55,7 +54,7 @@ def draw_grid(images: Tensor, *, columns: int, row_names: Sequence[str] = (), co
             raise ValueError(f"draw_grid: {len(names)} {argument}, expected {expected}")
     side = size * max(1, math.ceil(_MIN_CELL / size))
     row_names = [_shorten(name, MAX_NAME_WIDTH) for name in row_names]
-    left = MARGIN + (math.ceil(max(_font().getlength(name) for name in row_names)) + MARGIN if row_names else 0)
+    left = MARGIN + (math.ceil(max(dejavu_sans(FONT_SIZE).getlength(name) for name in row_names)) + MARGIN if row_names else 0)
     top = MARGIN + (FONT_SIZE + GAP * 2 if column_names else 0)
     width = left + columns * (side + GAP) - GAP + MARGIN
     height = top + rows * (side + GAP) - GAP + MARGIN
@@ -68,10 +67,10 @@ def draw_grid(images: Tensor, *, columns: int, row_names: Sequence[str] = (), co
         grid.paste(enlarged, (left + column * (side + GAP), top + row * (side + GAP)))
     draw = ImageDraw.Draw(grid)
     for row, name in enumerate(row_names):
-        draw.text((left - MARGIN, top + row * (side + GAP) + side // 2), name, INK, _font(), anchor="rm")
+        draw.text((left - MARGIN, top + row * (side + GAP) + side // 2), name, INK, dejavu_sans(FONT_SIZE), anchor="rm")
     for column, name in enumerate(column_names):
         position = (left + column * (side + GAP) + side // 2, MARGIN + FONT_SIZE // 2)
-        draw.text(position, _shorten(name, side), INK, _font(), anchor="mm")
+        draw.text(position, _shorten(name, side), INK, dejavu_sans(FONT_SIZE), anchor="mm")
     return grid
 
 
@@ -153,8 +152,8 @@ def _draw_frame(path: Path, step: int, last: int) -> Image.Image:
     frame.paste(grid)
     draw = ImageDraw.Draw(frame)
     middle = grid.height + FONT_SIZE // 2 + 1
-    draw.text((MARGIN, middle), f"step {step:,}", INK, _font(), anchor="lm")
-    left = 2 * MARGIN + int(_font().getlength(f"step {last:,}"))
+    draw.text((MARGIN, middle), f"step {step:,}", INK, dejavu_sans(FONT_SIZE), anchor="lm")
+    left = 2 * MARGIN + int(dejavu_sans(FONT_SIZE).getlength(f"step {last:,}"))
     right = grid.width - MARGIN
     if right > left:
         draw.rectangle((left, middle - 1, right, middle + 1), _TRACK)
@@ -172,16 +171,8 @@ def _encode(images: list[Image.Image], **options: float) -> bytes:
 
 def _shorten(text: str, width: float) -> str:
     text = text[:200]
-    if _font().getlength(text) <= width:
+    if dejavu_sans(FONT_SIZE).getlength(text) <= width:
         return text
-    while text and _font().getlength(text + "…") > width:
+    while text and dejavu_sans(FONT_SIZE).getlength(text + "…") > width:
         text = text[:-1]
     return text.rstrip() + "…"
-
-
-@cache
-def _font() -> ImageFont.FreeTypeFont:
-    """Return DejaVu Sans, which comes with matplotlib: the same on every machine."""
-    import matplotlib
-
-    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", FONT_SIZE)

@@ -6,9 +6,12 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from PIL import ImageFont
 
 from unisono_models.training.distributed.object_collectives import Json
 from unisono_models.training.run.log import read_metrics
@@ -203,3 +206,12 @@ def readable_name(name: str) -> str:
 
 def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
+
+
+@cache
+def dejavu_sans(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
+    """Return the font DejaVu Sans, which comes with matplotlib: the same on every machine."""
+    import matplotlib
+
+    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
+    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name, size)
