@@ -106,7 +106,13 @@ def test_other_ranks_differ_by_rounding_alone(ranks, tmp_path):
     assert len(losses(tmp_path / "1")) == 50 and furthest(losses(tmp_path / "1"), losses(tmp_path / "3")) < 1e-9
 
 
-def test_same_ranks_give_the_same_bits_also_after_a_stop(ranks, on_two, tmp_path):
+def test_same_ranks_give_the_same_bits(ranks, on_two, tmp_path):
+    ranks(train, tmp_path / "again", world_size=2, timeout=120)
+    assert losses(tmp_path / "again") == losses(on_two)
+    assert (tmp_path / "again/export/model.safetensors").read_bytes() == (on_two / "export/model.safetensors").read_bytes()
+
+
+def test_same_ranks_give_the_same_bits_after_a_stop(ranks, on_two, tmp_path):
     for _ in range(2):  # the second time there is nothing to do
         ranks(train, tmp_path / "run", "--run.stop-after", "7", world_size=2, timeout=120)
         assert losses(tmp_path / "run") == {step: loss for step, loss in losses(on_two).items() if step < 7}

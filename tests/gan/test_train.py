@@ -153,8 +153,12 @@ def test_changed_images_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="feature extractor was trained on other images"):
         train(tmp_path / "run", "--data.test-part", "0.3")
     (tmp_path / "run/feature_extractor.safetensors").unlink()
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:  # a step after the newest checkpoint
+        file.write('{"kind": "train", "step": 2, "loss": 1.0, "samples": 64}\n')
+    logged = (tmp_path / "run/metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"data\.source=mnist-5k has other images now than when the run began"):
         train(tmp_path / "run", "--data.test-part", "0.3")
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == logged, "a start that is refused changes nothing"
 
 
 def test_divergence_ends_the_run(tmp_path):

@@ -89,6 +89,7 @@ def train(config: Config, session: Session) -> None:
             if loop.checkpoint_due:
                 skipped.check(config.data.max_broken)
                 loop.save({"skipped": skipped.summary()}, score=loop.first_metric)
+        batches.close()  # ends the worker processes
         if not loop.finished:
             return
         metrics = loop.final_metrics(lambda: evaluate(encoder, datasets.tests))

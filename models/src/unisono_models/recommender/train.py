@@ -83,6 +83,7 @@ def train(config: Config, session: Session) -> None:
                 loop.save({"skipped": skipped.summary(), "data": fingerprint}, score=score)
             if streamed and (loop.stopping or loop.log_due):
                 skipped.check(config.data.max_broken)
+        batches.close()  # ends the thread that reads ahead
         if not loop.finished:
             return
         valid_metrics = loop.final_metrics(lambda: evaluator("valid"))

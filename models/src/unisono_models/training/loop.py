@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Protocol
 
@@ -117,7 +118,7 @@ class TrainingLoop:
     @property
     def finished(self) -> bool:
         """Whether the run has taken all its steps."""
-        return self.done == self.steps
+        return self.done >= self.steps
 
     @property
     def log_due(self) -> bool:
@@ -148,17 +149,16 @@ class TrainingLoop:
             if loaded is not None:
                 self.first_step, self.state = loaded
             self.done = self.first_step
-            self._log = stack.enter_context(
-                RunLog(
-                    directory,
-                    self._session.ranks,
-                    steps=self.steps,
-                    first_step=self.first_step,
-                    log_every=config.run.log_every,
-                )
-            )
             self._stack = stack.pop_all()
         return self
+
+    @cached_property
+    def _log(self) -> RunLog:
+        """The log. It is opened when it is first used: a start that is refused before that changes no file of the run."""
+        session = self._session
+        log_every = session.config.run.log_every
+        log = RunLog(session.directory, session.ranks, steps=self.steps, first_step=self.first_step, log_every=log_every)
+        return self._stack.enter_context(log)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.__exit__(kind, error, trace)

@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ def load_steps(
     last: int,
     workers: int = 0,
     ahead: int = 2,
-) -> Iterator[PairBatch]:
+) -> Generator[PairBatch, None, None]:
     """Load this rank's pairs of each step from `first` up to `last`, with images of `size` pixels square.
 
     indices_of: from a step to the indices that this rank reads, which may be none. It is called in this process, in the order
@@ -68,7 +68,7 @@ class _ReadDataset(Dataset[PairBatch]):
 
 def _read_in_workers(
     pairs: Pairs, indices: Iterator[list[int]], size: int, steps: range, workers: int, ahead: int
-) -> Iterator[PairBatch]:
+) -> Generator[PairBatch, None, None]:
     context = multiprocessing.get_context("forkserver")
     # The fork server imports the reader once for all workers. Not all that a rank imports: the towers take seconds.
     context.set_forkserver_preload([name for name in (__name__, type(pairs).__module__) if name != "__main__"])

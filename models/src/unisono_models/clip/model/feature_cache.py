@@ -68,9 +68,14 @@ class ImageFeatures:
             batch = pairs.read(range(part * ROWS, min((part + 1) * ROWS, len(pairs))), size)
             broken.extend(batch.skipped)
             images, index = batch.images.to(ranks.device), batch.index.to(ranks.device)
-            views = [images.float() / 255]
-            views += [augment(images, seed=seed, epoch=view, index=index, config=augmentation) for view in range(1, self.views)]
-            features = [clip.image.encode(view.to(dtype)) for view in views]
+            features = []
+            for view in range(self.views):  # one view at a time, to save memory
+                if view:
+                    inputs = augment(images, seed=seed, epoch=view, index=index, config=augmentation)
+                else:
+                    inputs = images.float() / 255
+                features.append(clip.image.encode(inputs.to(dtype)))
+                watchdog.beat()
             return torch.cat(features), torch.cat([index * self.views + view for view in range(self.views)])
 
         features, keys = _encode_on_all_ranks("images", -(-len(pairs) // ROWS), encode, clip.image, ranks, watchdog)

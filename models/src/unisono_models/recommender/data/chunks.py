@@ -58,6 +58,14 @@ class ChunkOrder:
     def __init__(self, sizes: Tensor, *, batch: int, seed: int, shuffle: bool = True, groups: Tensor | None = None) -> None:
         if batch < 1:
             raise ValueError(f"ChunkOrder: batch={batch} must be at least 1")
+        if sizes.dtype != torch.int64 or sizes.ndim != 1 or (sizes < 0).any():
+            raise ValueError(
+                f"ChunkOrder: sizes: expected int64 (chunks,), none negative, got {sizes.dtype} {tuple(sizes.shape)}"
+            )
+        if groups is not None and groups.shape != sizes.shape:
+            raise ValueError(
+                f"ChunkOrder: groups: expected the shape of sizes, {tuple(sizes.shape)}, got {tuple(groups.shape)}"
+            )
         self.rows = int(sizes.sum())
         self._sizes = sizes
         self._groups = groups

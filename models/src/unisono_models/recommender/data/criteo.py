@@ -59,6 +59,8 @@ class CriteoChunks:
     """
 
     def __init__(self, paths: Sequence[Path], features: Sequence[Feature], *, index: LineIndex) -> None:
+        if len(paths) != len(index.files):
+            raise ValueError(f"CriteoChunks: index: it has {len(index.files)} files, but there are {len(paths)} paths")
         for feature in features:
             known = {"number": INTEGER_COLUMNS, "id": HEX_COLUMNS}.get(feature.kind, ())
             if feature.name not in known:

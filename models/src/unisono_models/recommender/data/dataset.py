@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -211,7 +211,7 @@ def split_for_rank(count: int, rank: int, world_size: int, rows: int) -> list[Te
     return [torch.arange(piece.start, piece.stop) for piece in shard_chunks(count, rank, world_size, rows)]
 
 
-def prefetch(read: Callable[[int], Item], first: int, last: int) -> Iterator[tuple[Item, Item | None]]:
+def prefetch(read: Callable[[int], Item], first: int, last: int) -> Generator[tuple[Item, Item | None], None, None]:
     """Yield read(first) to read(last - 1), each with its successor, if any. A thread reads the next two.
 
     An error of `read` is raised in place of the item before.

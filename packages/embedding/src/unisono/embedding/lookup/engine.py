@@ -141,9 +141,10 @@ class Prefetcher:
 
     def drop(self) -> None:
         """Wait for what was started, and forget it and its error: all ranks have sent messages for it."""
-        if self.started is not None:
-            self.started[1].exception()
-        self.started = None
+        started = self.started
+        self.started = None  # first: an interrupt during the wait must not leave an old batch behind
+        if started is not None:
+            started[1].exception()
 
 
 def _same_tensors(a: Mapping[str, Any], b: object) -> bool:
