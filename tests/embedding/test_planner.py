@@ -278,7 +278,7 @@ def test_norm_that_needs_whole_rows_forbids_columns():
 def test_plan_refuses_what_does_not_fit():
     tables = [Table("small", 10, 4), Table("large", 1000, 4)]
     with pytest.raises(
-        ValueError, match=r"need 15\.8 KiB.*4 x memory_per_rank=1000 is 3\.9 KiB.*'large' with 15\.6.*=4040 would"
+        ValueError, match=r"need 15\.8 KiB.*4 x memory_per_rank=1000 is 3\.9 KiB.*'large' with 15\.6.*must be at least 4040"
     ):
         plan_tables(tables, 4, memory_per_rank=1000, optimizer=SGD(lr=1))
     pieces = [Table(f"t{k}", 1, 16, **KINDS[5]) for k in range(8)]  # cannot be cut: two on each of four ranks
