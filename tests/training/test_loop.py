@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -149,3 +151,19 @@ def test_a_body_that_forgets_to_log_is_told(tmp_path):
         pytest.raises(RuntimeError, match="step 0 was not logged: call log once in each step"),
     ):
         list(loop)
+
+
+def test_the_end_of_a_session_releases_the_run_whoever_still_refers_to_it(tmp_path):
+    """The lock was held until the garbage collector came: now and then, the next start found the run in use."""
+    config = Config(RunConfig(steps=2, dir=tmp_path / "run"))
+    with start_session(config, model="line", recipe="tiny") as session:
+        lock = tmp_path / "run" / ".lock"
+        assert not can_lock(lock)
+    assert session.directory.path == tmp_path / "run"  # the session is still referred to
+    assert can_lock(lock)
+
+
+def can_lock(path):
+    """Whether another process can lock the file: a lock of this process would not stop this one."""
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    return subprocess.run([sys.executable, "-c", code, str(path)], stderr=subprocess.DEVNULL).returncode == 0

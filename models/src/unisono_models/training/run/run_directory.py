@@ -77,7 +77,8 @@ class RunDirectory:
     """A run's directory, the same on every rank.
 
     It has config.json, provenance.json, metrics.jsonl, tensorboard/, plots/, samples/, checkpoints/, export/ and report.html.
-    summary.json is written last: a run that has it is finished.
+    summary.json is written last: a run that has it is finished. As a context manager it releases the lock at the end of the block,
+    whoever still holds a reference to it.
     """
 
     path: Path
@@ -108,8 +109,18 @@ class RunDirectory:
         with raise_together("RunDirectory.finish"):
             if self.first:
                 atomic_write(self.path / "summary.json", _pretty(dict(summary)))
-            if self.lock is not None:
-                self.lock.close()
+            self.close()
+
+    def close(self) -> None:
+        """Release the lock: another process may continue the run."""
+        if self.lock is not None:
+            self.lock.close()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDirectory:
