@@ -57,7 +57,8 @@ def start_session(config: TrainingConfig, *, model: str, recipe: str) -> Iterato
     with (
         start_ranks(timeout=timeout) as ranks,
         StopSignal() as stop_signal,
-        Watchdog(ranks, timeout=timeout) as watchdog,open_run(config, model=model, recipe=recipe, ranks=ranks) as directory
+        Watchdog(ranks, timeout=timeout) as watchdog,
+        open_run(config, model=model, recipe=recipe, ranks=ranks) as directory,
     ):
         yield Session(config, ranks, directory, watchdog, stop_signal)
 

@@ -77,8 +77,8 @@ class RunDirectory:
     """A run's directory, the same on every rank.
 
     It has config.json, provenance.json, metrics.jsonl, tensorboard/, plots/, samples/, checkpoints/, export/ and report.html.
-    summary.json is written last: a run that has it is finished. As a context manager it releases the lock at the end of the block,
-    whoever still holds a reference to it.
+    summary.json is written last: a run that has it is finished. As a context manager it releases the lock at the end of
+    the block, whoever still holds a reference to it.
     """
 
     path: Path
