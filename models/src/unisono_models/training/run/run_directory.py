@@ -116,6 +116,8 @@ class RunDirectory:
 
     def finish(self, summary: Mapping[str, float]) -> None:
         """Write summary.json: the run is finished, and will not be continued. Call it last, on every rank."""
+        if loss := broadcast_object(self.find_loss() if self.first else None):
+            raise UserError(loss)
         with raise_together("RunDirectory.finish"):
             if self.first:
                 atomic_write(self.path / "summary.json", _pretty({**summary, **self.remarks}))
@@ -150,6 +152,16 @@ class RunDirectory:
                 f"it is {fingerprint[:16]}): the trained weights would mean something else. Restore the {name}, or choose "
                 "another --run.dir"
             )
+
+    def find_loss(self) -> str | None:
+        """Return an error's text if the directory has vanished, or None. What the run still wrote would be lost."""
+        try:
+            os.stat(self.path / "config.json")
+        except FileNotFoundError:
+            return f"--run.dir {self.path}: the run's files have vanished while it ran, and it cannot be saved. Start it again"
+        except OSError:  # a file system that does not answer may do so later
+            pass
+        return None
 
     def close(self) -> None:
         """Release the lock: another process may continue the run."""
@@ -187,7 +199,9 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
             if not resumes:
                 saved["config"]["run"] |= {name: None for name in NOT_SAVED if name in saved["config"]["run"]}
                 atomic_write(path / "config.json", _pretty(saved))
-            for name in ("plots", "samples", "checkpoints", "export"):
+            for name in ("plots", "samples", "checkpoints", "export", "tensorboard"):
+                if (path / name).exists() and not (path / name).is_dir():
+                    raise UserError(f"--run.dir {path}: {path / name} is a file, and the run needs a folder there: remove it")
                 (path / name).mkdir(exist_ok=True)
             provenance = read_provenance(path) | {"seed": config.run.seed}
             provenance["starts"].append(describe_start(world_size=ranks.world_size, hosts=hosts))
