@@ -16,9 +16,9 @@ from unisono_models.training.checkpoint.state_dict import Extra, Optimizers
 from unisono_models.training.config import CheckpointConfig, RunConfig
 from unisono_models.training.config.validate import learning_rates, warn_of_learning_rates
 from unisono_models.training.distributed.launch import Ranks, start_ranks
-from unisono_models.training.distributed.object_collectives import Json, broadcast_object
+from unisono_models.training.distributed.object_collectives import Json, broadcast_object, raise_together
 from unisono_models.training.distributed.watchdog import Watchdog
-from unisono_models.training.errors import UserError
+from unisono_models.training.errors import UserError, note_run_directory
 from unisono_models.training.run.log import RunLog
 from unisono_models.training.run.preemption import StopSignal
 from unisono_models.training.run.run_directory import RunDirectory, open_run
@@ -63,6 +63,7 @@ def start_session(config: TrainingConfig, *, model: str, recipe: str) -> Iterato
         StopSignal() as stop_signal,
         Watchdog(ranks, timeout=timeout) as watchdog,
         open_run(config, model=model, recipe=recipe, ranks=ranks) as directory,
+        note_run_directory(directory.path),
     ):
         if ranks.first:
             warn_of_learning_rates(config)
@@ -187,7 +188,7 @@ class TrainingLoop:
         saved = self._checkpoints.wait()
         if not self.finished:
             if not saved:
-                raise SystemExit(f"stopped after step {self.done:,} of {self.steps:,}, which could not be saved")
+                raise UserError(f"stopped after step {self.done:,} of {self.steps:,}, which could not be saved")
             self.say(f"stopped after step {self.done:,} of {self.steps:,}; the same command continues the run")
         elif self.ended_early is not None:
             self.say(f"ended early {self.ended_early}")
@@ -229,13 +230,11 @@ class TrainingLoop:
 
     def _raise_problem(self) -> None:
         """Raise UserError on all ranks if rank 0 knows why the run cannot go on."""
-        problem = None
-        if self._session.ranks.first:
-            problem = self._session.directory.find_loss() or (
-                self._log.diverged and explain_divergence(self._log.diverged, self._session.config)
-            )
-        if (problem := broadcast_object(problem)) is not None:
-            raise UserError(problem)
+        with raise_together("TrainingLoop"):
+            if self._session.ranks.first:
+                self._session.directory.raise_if_vanished()
+                if self._log.diverged is not None:
+                    raise UserError(explain_divergence(self._log.diverged, self._session.config))
 
     def finish_early(self, reason: str) -> None:
         """Make the step that was just logged the last one of the run, which then counts as finished.
