@@ -24,16 +24,22 @@ IMAGE_TYPES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", 
 
 
 def html_table(rows: Sequence[Row]) -> str:
-    """Format `rows` as an HTML table. The columns are their keys, in order of appearance. Numbers are aligned to the right."""
+    """Format `rows` as an HTML table. The columns are their keys, in order of appearance. Numbers are aligned to the right.
+
+    On a narrow screen a table of many columns shows each row as a list: report.css needs the name of its column in each cell.
+    """
     columns = list(dict.fromkeys(name for row in rows for name in row))
     numeric = {name for name in columns if all(_is_number(row.get(name, 0)) for row in rows)}
     heads = "".join(f"<th{_class(name in numeric)}>{escape(name)}</th>" for name in columns)
     lines = []
     texts = {name: _aligned([row.get(name, "") for row in rows]) for name in columns}
     for i in range(len(rows)):
-        cells = [f"<td{_class(name in numeric)}>{escape(texts[name][i])}</td>" for name in columns]
+        cells = [
+            f'<td data-column="{escape(name)}"{_class(name in numeric)}>{escape(texts[name][i])}</td>' for name in columns
+        ]
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    kind = ' class="wide"' if len(columns) > 3 else ""
+    return f'<div class="scroll"><table{kind}><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
 def key_value_table(values: Mapping[str, object], *, code: bool = False) -> str:
@@ -63,8 +69,8 @@ def format_number(value: object) -> str:
     """Format a value for people, with four significant digits.
 
     Example:
-        >>> format_number(0.20483), format_number(1633.0), format_number(12345.678), format_number(3e-9), format_number("a")
-        ('0.2048', '1,633', '12,346', '3e-09', 'a')
+        >>> [format_number(value) for value in (0.20483, 0.5, 12.3, 1633.0, 12345.678, 3e-9, "a")]
+        ['0.2048', '0.5000', '12.30', '1,633', '12,346', '3e-09', 'a']
     """
     if not isinstance(value, float) or not math.isfinite(value):
         return f"{value:,}" if _is_number(value) and isinstance(value, int) else str(value)
@@ -72,7 +78,8 @@ def format_number(value: object) -> str:
         return f"{int(value):,}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.4g}"
+    text = f"{value:.4g}"
+    return text if "e" in text else f"{value:#.4g}".rstrip(".")
 
 
 def print_table(rows: Sequence[Row], *, title: str, format_cell: Callable[[object], str] = format_number) -> None:
@@ -174,7 +181,7 @@ def write_report(
                 _section("Notes", _notes(notes)),
                 "<footer>Written by unisono-models.</footer>",
             ]
-            atomic_write(path, _page(title, "\n".join(part for part in body if part)))
+            atomic_write(path, _page(f"{title} ({run.path.name})", "\n".join(part for part in body if part)))
     return path
 
 
@@ -191,7 +198,7 @@ def _page(title: str, body: str) -> str:
 def _header(title: str, intro: str, path: Path) -> str:
     saved = read_config(path)
     starts = read_provenance(path)["starts"]
-    facts = {"model": saved["model"], "recipe": saved["recipe"]}
+    facts = {"run": path.name, "model": saved["model"], "recipe": saved["recipe"]}
     run = saved["config"].get("run", {})
     facts |= {name: format_number(run[name]) for name in ("steps", "seed") if name in run}
     if starts:
