@@ -66,11 +66,11 @@ def data_url(content: bytes, kind: str = "png") -> str:
 
 
 def format_number(value: object) -> str:
-    """Format a value for people, with four significant digits.
+    """Format a value for people, with four digits.
 
     Example:
-        >>> [format_number(value) for value in (0.20483, 0.5, 12.3, 1633.0, 12345.678, 3e-9, "a")]
-        ['0.2048', '0.5000', '12.30', '1,633', '12,346', '3e-09', 'a']
+        >>> [format_number(value) for value in (0.20483, 0.05, 12.3, 1633.0, 12345.678, 3e-9, "a")]
+        ['0.2048', '0.0500', '12.30', '1,633', '12,346', '3e-09', 'a']
     """
     if not isinstance(value, float) or not math.isfinite(value):
         return f"{value:,}" if _is_number(value) and isinstance(value, int) else str(value)
@@ -78,8 +78,9 @@ def format_number(value: object) -> str:
         return f"{int(value):,}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    text = f"{value:.4g}"
-    return text if "e" in text else f"{value:#.4g}".rstrip(".")
+    if 0.001 <= abs(value) < 1:
+        return f"{value:.4f}"
+    return f"{value:#.4g}".rstrip(".") if abs(value) >= 1 else f"{value:.4g}"
 
 
 def print_table(rows: Sequence[Row], *, title: str, format_cell: Callable[[object], str] = format_number) -> None:
