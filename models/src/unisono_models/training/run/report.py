@@ -34,9 +34,7 @@ def html_table(rows: Sequence[Row]) -> str:
     lines = []
     texts = {name: _aligned([row.get(name, "") for row in rows]) for name in columns}
     for i in range(len(rows)):
-        cells = [
-            f'<td data-column="{escape(name)}"{_class(name in numeric)}>{escape(texts[name][i])}</td>' for name in columns
-        ]
+        cells = [f'<td data-column="{escape(name)}"{_class(name in numeric)}>{escape(texts[name][i])}</td>' for name in columns]
         lines.append(f"<tr>{''.join(cells)}</tr>")
     kind = ' class="wide"' if len(columns) > 3 else ""
     return f'<div class="scroll"><table{kind}><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
