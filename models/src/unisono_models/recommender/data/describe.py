@@ -30,7 +30,7 @@ def describe_data(config: Config, given: Config, datasets: Datasets) -> list[str
 
 def _describe_ratings(config: Config, given: Config, datasets: Datasets, ratings: Ratings) -> list[str]:
     data, towers = config.data, config.model.kind == "two_tower"
-    users, items = (len(ratings.vocabularies[name]) - 1 for name in (ratings.user, ratings.item))
+    users, items = len(ratings.users.unique()), len(ratings.items.unique())
     lines = [f"{ratings.path.name}: {len(ratings):,} ratings by {users:,} users of {items:,} items are used"]
     if datasets.left_out:
         lines.append(
