@@ -34,7 +34,7 @@ def lock_run(path: Path) -> IO[str] | None:
 
     Returns None where locks are not available: on some network file systems, and on systems without POSIX.
 
-    Raises: BlockingIOError that names the process that holds the lock.
+    Raises: UserError that names the process that holds the lock.
     """
     try:
         import fcntl
@@ -51,8 +51,7 @@ def lock_run(path: Path) -> IO[str] | None:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 file.close()
-                text = f"open_run: {path} is in use by {holder}: wait for it, stop it, or choose another --run.dir"
-                raise BlockingIOError(text) from error
+                raise UserError(f"{path} is in use by {holder}: wait for it, stop it, or choose another --run.dir") from error
             time.sleep(0.2)
         except OSError:
             file.close()
@@ -118,6 +117,7 @@ class RunDirectory:
         """Write summary.json: the run is finished, and will not be continued. Call it last, on every rank."""
         with raise_together("RunDirectory.finish"):
             if self.first:
+                self.raise_if_vanished()
                 atomic_write(self.path / "summary.json", _pretty({**summary, **self.remarks}))
             self.close()
 
@@ -151,6 +151,16 @@ class RunDirectory:
                 "another --run.dir"
             )
 
+    def raise_if_vanished(self) -> None:
+        """Raise UserError if the directory has vanished: what the run still writes would be lost. One rank calls it."""
+        try:
+            os.stat(self.path / "config.json")
+        except FileNotFoundError:
+            text = f"--run.dir {self.path}: the run's files have vanished while it ran, and it cannot be saved. Start it again"
+            raise UserError(text) from None
+        except OSError:  # a file system that does not answer may do so later
+            pass
+
     def close(self) -> None:
         """Release the lock: another process may continue the run."""
         if self.lock is not None:
@@ -170,8 +180,8 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
     that is free or has an unfinished run of the same config. The number of ranks may differ from that of the earlier start.
     Every rank calls this; rank 0 decides.
 
-    Raises: on all ranks, FileExistsError if config.run.dir has a finished run, a run of another config (it names the fields),
-    or something else; BlockingIOError if another process uses it. With several ranks it is a RanksError that says so.
+    Raises: UserError, on all ranks, if config.run.dir has a finished run, a run of another config (it names the fields), or
+    something else; or if another process uses it.
 
     Example:
         run = open_run(config, model="clip", recipe="emoji", ranks=ranks)
@@ -187,7 +197,9 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
             if not resumes:
                 saved["config"]["run"] |= {name: None for name in NOT_SAVED if name in saved["config"]["run"]}
                 atomic_write(path / "config.json", _pretty(saved))
-            for name in ("plots", "samples", "checkpoints", "export"):
+            for name in ("plots", "samples", "checkpoints", "export", "tensorboard"):
+                if (path / name).exists() and not (path / name).is_dir():
+                    raise UserError(f"--run.dir {path}: {path / name} is a file, and the run needs a folder there: remove it")
                 (path / name).mkdir(exist_ok=True)
             provenance = read_provenance(path) | {"seed": config.run.seed}
             provenance["starts"].append(describe_start(world_size=ranks.world_size, hosts=hosts))
@@ -247,7 +259,7 @@ def _choose(given: Path | None, saved: Json) -> tuple[Path, bool]:
         path = Path(given).absolute()
         obstacle = _obstacle(path, saved)
         if obstacle:
-            raise FileExistsError(f"open_run: --run.dir {given} {obstacle}")
+            raise UserError(f"--run.dir {given} {obstacle}")
         return path, (path / "config.json").exists()
     number = 1
     while True:
@@ -313,7 +325,7 @@ def _pretty(value: Json) -> str:
 T = TypeVar("T")
 
 
-class RunError(ValueError):
+class RunError(UserError):
     """There is no finished run, or its model cannot do what a command wants. The message says what to do."""
 
 
