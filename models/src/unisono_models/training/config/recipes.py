@@ -14,7 +14,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 import tyro
 
 from unisono_models.training.config.serialization import config_from_json
-from unisono_models.training.errors import process_rank
+from unisono_models.training.config.validate import validate_config
+from unisono_models.training.errors import UserError, process_rank
 from unisono_models.training.run.run_directory import read_config
 
 Config = TypeVar("Config")
@@ -96,6 +97,10 @@ class Recipes(Generic[Config]):
             description = _summary(self.recipes[name])
             config = self[name]
         changed = tyro.cli(self.kind, prog=prog, description=description, default=config, args=fields, console_outputs=verbose)
+        try:
+            validate_config(changed)
+        except UserError as error:
+            self._exit(str(error), verbose)
         return name, changed
 
     def _read(self, path: str, verbose: bool) -> tuple[str, Config]:
