@@ -17,6 +17,7 @@ from unisono_models.training.config import CheckpointConfig, RunConfig
 from unisono_models.training.config.validate import learning_rates, warn_of_learning_rates
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 from unisono_models.training.distributed.object_collectives import Json, broadcast_object, raise_together
+from unisono_models.training.distributed.shared_directory import check_directory_is_shared
 from unisono_models.training.distributed.watchdog import Watchdog
 from unisono_models.training.errors import UserError, note_run_directory
 from unisono_models.training.run.log import RunLog
@@ -65,6 +66,7 @@ def start_session(config: TrainingConfig, *, model: str, recipe: str) -> Iterato
         open_run(config, model=model, recipe=recipe, ranks=ranks) as directory,
         note_run_directory(directory.path),
     ):
+        check_directory_is_shared(directory.path, ranks)
         if ranks.first:
             warn_of_learning_rates(config)
         yield Session(config, ranks, directory, watchdog, stop_signal)
