@@ -18,6 +18,7 @@ from unisono_models.training.config import CheckpointConfig, RunConfig
 from unisono_models.training.config.validate import learning_rates, warn_of_learning_rates
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 from unisono_models.training.distributed.object_collectives import Json, broadcast_object, raise_together
+from unisono_models.training.distributed.shared_directory import check_directory_is_shared
 from unisono_models.training.distributed.watchdog import Watchdog
 from unisono_models.training.errors import UserError, note_run_directory
 from unisono_models.training.run.log import RunLog
@@ -66,6 +67,7 @@ def start_session(config: TrainingConfig, *, model: str, recipe: str) -> Iterato
         open_run(config, model=model, recipe=recipe, ranks=ranks) as directory,
         note_run_directory(directory.path),
     ):
+        check_directory_is_shared(directory.path, ranks)
         if ranks.first:
             warn_of_learning_rates(config)
         yield Session(config, ranks, directory, watchdog, stop_signal)
@@ -241,6 +243,14 @@ class TrainingLoop:
         own = {} if self.ended_early is None else {_OWN_STATE: {"ended_early": self.ended_early}}
         self._checkpoints.save(self.done, self._model, self._optimizers, {**state, **own}, score=score, extra=self._extra)
         self._saved = True
+
+    def load_best(self) -> int | None:
+        """Load the checkpoint with the highest score. Return its step, or None if none has a score.
+
+        Call it after the last step: then the model that is tested and exported is the one that validation chose.
+        """
+        loaded = self._checkpoints.load(self._model, self._optimizers, extra=self._extra, state_type=dict, which="best")
+        return None if loaded is None else loaded[0]
 
     def _raise_problem(self) -> None:
         """Raise UserError on all ranks if rank 0 knows why the run cannot go on."""

@@ -163,9 +163,17 @@ class Checkpoints:
         return not failure
 
     def load(
-        self, model: nn.Module, optimizers: Optimizers, *, extra: Extra | None = None, state_type: type = object
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        *,
+        extra: Extra | None = None,
+        state_type: type = object,
+        which: Literal["newest", "best"] = "newest",
     ) -> tuple[int, Json] | None:
         """Load the newest checkpoint that is not damaged. Return its step and `state`, or None if there is none.
+
+        `which`: "best" loads the one with the best score instead.
 
         Reports each newer one that it skipped, and why. Changes nothing on disk. A tensor that has a NaN counts as damage, and
         so does a `state` that is not a `state_type`.
@@ -174,7 +182,7 @@ class Checkpoints:
         that has another shape or dtype.
         """
         self.wait()
-        chosen = self._choose(self.directory, state_type)
+        chosen = self._choose(self.directory, state_type, which=which)
         if chosen is None:
             return None
         with raise_together("load", group=self._group), _name_source(str(chosen.path)):
@@ -287,14 +295,19 @@ class Checkpoints:
         except OSError as error:
             return f"unknown ({error.strerror})"
 
-    def _choose(self, directory: Path, state_type: type, *, only: str = "") -> _Chosen | None:
-        """Find the newest checkpoint in `directory` that is not damaged. Rank 0 lists them, all ranks together hash the files.
+    def _choose(
+        self, directory: Path, state_type: type, *, which: Literal["newest", "best"] = "newest", only: str = ""
+    ) -> _Chosen | None:
+        """Find the first checkpoint in `directory` that is not damaged. Rank 0 lists them, all ranks together hash the files.
 
         `only`: consider this one alone.
         """
-        steps = [path.name for path in manifest.list_steps(directory)] if self._rank == 0 else None
-        names = [only] if only else broadcast_object(steps, group=self._group)
-        for name in names:
+        listed = [only] if only else []
+        if self._rank == 0 and not only:
+            newest = which == "newest"
+            paths = manifest.list_steps(directory) if newest else manifest.list_best(directory, best=self._best)
+            listed = [path.name for path in paths]
+        for name in broadcast_object(listed, group=self._group):
             path = directory / name
             index = {}
             values = state = None
