@@ -31,7 +31,7 @@ def test_modules_call_their_functions():
 
 
 def test_a_model_may_own_the_scale_and_the_bias():
-    """As in open_clip: by position or by name; a bias that a softmax does not depend on still gets a gradient, which is zero."""
+    """As in open_clip, by position or by name. A softmax does not depend on a bias, whose gradient is zero rather than None."""
     scale, bias = torch.tensor([20.0], requires_grad=True), torch.tensor([-3.0], requires_grad=True)
     clip, sigmoid = ClipLoss(label_smoothing=0.1), SigmoidLoss()
     assert torch.equal(clip(X, Y, scale, ids=IDS), clip_loss(X, Y, scale, ids=IDS, label_smoothing=0.1))
