@@ -65,6 +65,10 @@ def validate_inputs(
     `options`: the other arguments of the caller. They must be the same on all ranks, except `logits`. `problem`: an error that
     the caller has found, or "". `names`: how the caller's own arguments for scale and ids are called.
     """
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{function}: the transforms of torch.func (grad, vmap, jvp and others) are not supported; use torch.autograd"
+        )
     ranks = resolve_group(group)
     same = ", ".join(f"{name}={value}" for name, value in options.items() if name != "logits")
     same += f", ids={ids is not None}, negatives={negatives is not None}"
