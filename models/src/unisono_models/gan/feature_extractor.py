@@ -14,6 +14,7 @@ from torch.optim import Adam
 
 from unisono.collectives import broadcast
 from unisono_models.gan.config import EvaluationConfig
+from unisono_models.gan.data.augment import shift_images
 from unisono_models.gan.data.dataset import Datasets
 from unisono_models.gan.data.images import ImageDataset
 from unisono_models.training.checkpoint.atomic_file import atomic_write
@@ -147,7 +148,8 @@ def train_feature_extractor(
         indices = sampler.at(step)
         images = train.floats(indices, dtype=weight.dtype, device=weight.device)
         images, targets = _make_task(extractor, images, train, indices, uniform(_SEED, "turn", step, indices))
-        logits = extractor(_shift(images, uniform(_SEED, "shift", step, indices.to(weight.device), (2,))))
+        parts = uniform(_SEED, "shift", step, indices.to(weight.device), (2,))
+        logits = extractor(shift_images(images, parts, limit=round(train.size * _MAX_SHIFT)))
         F.cross_entropy(logits, targets).backward()
         for group in optimizer.param_groups:
             group["lr"] = _LR * learning_rate_factor(step, config.feature_extractor_steps, warmup=_WARMUP)
@@ -182,20 +184,6 @@ def _make_task(
     quarters = (rotations * 4).long().to(images.device)
     rotated = torch.stack([images.rot90(quarter, (2, 3)) for quarter in range(4)])
     return rotated[quarters, torch.arange(len(images), device=images.device)], quarters
-
-
-def _shift(images: Tensor, parts: Tensor) -> Tensor:
-    """Shift images down and right by whole pixels, as `parts` (n, 2) in [0, 1) say; edges are repeated."""
-    size = images.shape[2]
-    limit = round(size * _MAX_SHIFT)
-    if not limit or not len(images):
-        return images
-    padded = F.pad(images, (limit,) * 4, mode="replicate")
-    first = (parts * (2 * limit + 1)).long()
-    cells = first[:, :, None] + torch.arange(size, device=images.device)
-    rows = torch.arange(len(images), device=images.device)
-    shifted = padded[rows[:, None, None], :, cells[:, 0, :, None], cells[:, 1, None, :]]
-    return shifted.movedim(3, 1)
 
 
 def write_feature_extractor(path: Path, extractor: FeatureExtractor, *, fingerprint: str = "") -> None:

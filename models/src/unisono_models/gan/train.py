@@ -39,7 +39,7 @@ def train(config: Config, session: Session) -> None:
     validate_counts(datasets, config.evaluation)
 
     torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
-    gan = GAN(config.model, config.loss, **datasets.shapes(condition)).to(ranks.device, dtype)
+    gan = GAN(config.model, config.loss, **datasets.shapes(condition), augment=config.augment).to(ranks.device, dtype)
     average = start_average(gan.generator)
     networks = {"discriminator": gan.discriminator, "generator": gan.generator}
     optimizers = {name: make_optimizer(network, config.optimizer) for name, network in networks.items()}
@@ -47,7 +47,7 @@ def train(config: Config, session: Session) -> None:
     extractor = load_or_train_feature_extractor(run.path / FILE, datasets, config.evaluation, ranks, watchdog)
     evaluator = Evaluator(datasets, extractor, ranks, watchdog, config.evaluation, conditional=condition != "none")
     sampler = StepSampler(len(datasets.train), config.data.batch, seed)
-    batches = BatchLoader(datasets.train, condition, sampler, config.model.noise, seed, ranks, dtype)
+    batches = BatchLoader(datasets.train, condition, sampler, config.model.noise, seed, ranks, dtype, config.augment)
     generate = partial(generate_for_evaluation, average, datasets.train, seed=seed)
 
     def update(name: str, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
