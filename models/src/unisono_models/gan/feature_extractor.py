@@ -21,6 +21,7 @@ from unisono_models.training.checkpoint.atomic_file import atomic_write
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import broadcast_object, raise_together
 from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.errors import UserError
 from unisono_models.training.randomness import make_generator, uniform
 from unisono_models.training.sampler import StepSampler
 from unisono_models.training.schedule import learning_rate_factor
@@ -100,7 +101,7 @@ def load_or_train_feature_extractor(
     waiting. The seed is not the run's, and the number of ranks does not matter: on one kind of machine, with equally many
     threads, all runs on the same images get the same feature extractor, bit for bit.
 
-    Raises: ValueError, on all ranks, if the file is damaged or belongs to other images than those in `datasets`.
+    Raises: UserError, on all ranks, if the file is damaged or belongs to other images than those in `datasets`.
 
     Example:
         extractor = load_or_train_feature_extractor(run.path / FILE, datasets, config.evaluation, ranks, watchdog)
@@ -195,7 +196,7 @@ def write_feature_extractor(path: Path, extractor: FeatureExtractor, *, fingerpr
 
 
 def read_feature_extractor(path: Path, *, fingerprint: str | None = None) -> FeatureExtractor:
-    """Read a feature extractor onto the CPU. Raises: ValueError if it was trained on images with another `fingerprint`."""
+    """Read a feature extractor onto the CPU. Raises: UserError if it was trained on images with another `fingerprint`."""
     try:
         with safe_open(path, "pt") as file:
             metadata = json.loads((file.metadata() or {})["feature_extractor"])
@@ -205,13 +206,13 @@ def read_feature_extractor(path: Path, *, fingerprint: str | None = None) -> Fea
         extractor.accuracy = float(metadata["accuracy"])
         trained_on = str(metadata["images"])
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} is damaged, or not a feature extractor ({error}): remove it, and another one is trained"
         ) from error
     if fingerprint is not None and trained_on != fingerprint:
-        raise ValueError(
-            f"{path}: this feature extractor was trained on other images ({trained_on}) than there are now ({fingerprint}). "
-            "Its metrics could not be compared. Restore the images, or remove the file, and another one is trained"
+        raise UserError(
+            f"--data.source has other images now than when the run began: {path} was trained on those. Restore them, or begin "
+            "another run in another --run.dir"
         )
     return extractor
 
@@ -227,6 +228,6 @@ def _check_fit(extractor: FeatureExtractor, path: Path, datasets: Datasets) -> N
     found = (extractor.channels, extractor.size, extractor.classes)
     expected = (datasets.train.channels, datasets.train.size, predicted_classes(datasets))
     if found != expected:
-        raise ValueError(
+        raise UserError(
             f"{path}: this feature extractor is for (channels, size, classes) {found}, but the images have {expected}"
         )
