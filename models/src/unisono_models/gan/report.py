@@ -72,7 +72,7 @@ def write_run_report(
             images = draw_report_images(run, average, datasets, evaluator.extractor, seed=config.run.seed)
     write_report(
         run,
-        title=f"{run.path.name}: images like those of {_source_name(config)}",
+        title=f"Images like those of {_source_name(config)}",
         intro=_introduction(config, datasets),
         images=images,
         tables={_TABLE_TITLE: rows},
@@ -195,8 +195,8 @@ def _introduction(config: Config, datasets: Datasets) -> str:
     return (
         f"A generator of images of {datasets.train.size} pixels, {conditions[config.model.condition]}, was trained on "
         f"{len(datasets.train):,} images of {_source_name(config)} for {config.run.steps:,} steps with a global batch of "
-        f"{config.data.batch:,}, the {config.loss.kind} loss and the penalties {config.loss.penalty}. All losses see the global "
-        "batch: on any number of ranks it is the same training.\n\n"
+        f"{config.data.batch:,}, the {config.loss.kind} loss and the penalties {config.loss.penalty}. All losses see the "
+        "global batch: on any number of ranks it is the same training.\n\n"
         "The report shows the moving average of the generator's weights after the last step. No checkpoint was selected."
     )
 
