@@ -254,7 +254,9 @@ def test_rejects_wrong_conditions_and_sizes():
         with pytest.raises(ValueError, match="condition is None, but the network was built for condition='class'"):
             network(x.double())
     for network in (Generator, Discriminator):
-        with pytest.raises(ValueError, match=r"data.size=10 with model.patch=2 and the channels.* multiple of 2 \* 2\*\*1 = 4"):
+        with pytest.raises(
+            ValueError, match=r"--data.size 10: .*2 resolutions and --model.patch 2 .*multiple of 4, from 8 on: take 8 or 12"
+        ):
             network(ModelConfig(**SMALL), size=10, channels=1, conditions=CLASSES)
     with pytest.raises(ValueError, match=r"sizes=\(3,\) promises 3 along dim 0, but x has shape \(2,\)"):
         mismatched_conditions(torch.zeros(2), shift=1, sizes=(3,))
