@@ -92,7 +92,7 @@ def train_and_catch(directory, **options):
     write = manifest.write_manifest
     try:
         return train(directory, **options)
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
         manifest.write_manifest = write
@@ -148,7 +148,7 @@ def test_a_run_whose_last_step_was_taken_is_only_evaluated(tmp_path):
 
 def test_a_save_that_fails_does_not_end_training_but_a_stop_that_is_not_saved_is_an_error(ranks, whole, tmp_path):
     failed = ranks(partial(train_and_catch, stop_after=5, break_saves_at=4), tmp_path / "a", world_size=2, timeout=120)
-    assert failed == ["SystemExit: stopped after step 5 of 10, which could not be saved"] * 2
+    assert failed == ["UserError: stopped after step 5 of 10, which could not be saved"] * 2
     events, finished = ranks(partial(train_and_catch, break_saves_at=6), tmp_path / "a", world_size=2, timeout=120)[0]
     assert finished and [step for step, *_ in events] == [4, 5, 6, 7, 8, 9]  # from the checkpoint of the evaluation
     assert lines(tmp_path / "a") == lines(whole[0])

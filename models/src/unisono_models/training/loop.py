@@ -17,6 +17,7 @@ from unisono_models.training.config import CheckpointConfig, RunConfig
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 from unisono_models.training.distributed.object_collectives import Json, broadcast_object
 from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.errors import UserError, note_run_directory
 from unisono_models.training.run.log import RunLog
 from unisono_models.training.run.preemption import StopSignal
 from unisono_models.training.run.run_directory import RunDirectory, open_run
@@ -61,6 +62,7 @@ def start_session(config: TrainingConfig, *, model: str, recipe: str) -> Iterato
         StopSignal() as stop_signal,
         Watchdog(ranks, timeout=timeout) as watchdog,
         open_run(config, model=model, recipe=recipe, ranks=ranks) as directory,
+        note_run_directory(directory.path),
     ):
         yield Session(config, ranks, directory, watchdog, stop_signal)
 
@@ -183,7 +185,7 @@ class TrainingLoop:
         saved = self._checkpoints.wait()
         if not self.finished:
             if not saved:
-                raise SystemExit(f"stopped after step {self.done:,} of {self.steps:,}, which could not be saved")
+                raise UserError(f"stopped after step {self.done:,} of {self.steps:,}, which could not be saved")
             self.say(f"stopped after step {self.done:,} of {self.steps:,}; the same command continues the run")
         elif self.ended_early is not None:
             self.say(f"ended early {self.ended_early}")

@@ -34,7 +34,7 @@ def lock_run(path: Path) -> IO[str] | None:
 
     Returns None where locks are not available: on some network file systems, and on systems without POSIX.
 
-    Raises: BlockingIOError that names the process that holds the lock.
+    Raises: UserError that names the process that holds the lock.
     """
     try:
         import fcntl
@@ -51,8 +51,7 @@ def lock_run(path: Path) -> IO[str] | None:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 file.close()
-                text = f"open_run: {path} is in use by {holder}: wait for it, stop it, or choose another --run.dir"
-                raise BlockingIOError(text) from error
+                raise UserError(f"{path} is in use by {holder}: wait for it, stop it, or choose another --run.dir") from error
             time.sleep(0.2)
         except OSError:
             file.close()
@@ -170,8 +169,8 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
     that is free or has an unfinished run of the same config. The number of ranks may differ from that of the earlier start.
     Every rank calls this; rank 0 decides.
 
-    Raises: on all ranks, FileExistsError if config.run.dir has a finished run, a run of another config (it names the fields),
-    or something else; BlockingIOError if another process uses it. With several ranks it is a RanksError that says so.
+    Raises: UserError, on all ranks, if config.run.dir has a finished run, a run of another config (it names the fields), or
+    something else; or if another process uses it.
 
     Example:
         run = open_run(config, model="clip", recipe="emoji", ranks=ranks)
@@ -247,7 +246,7 @@ def _choose(given: Path | None, saved: Json) -> tuple[Path, bool]:
         path = Path(given).absolute()
         obstacle = _obstacle(path, saved)
         if obstacle:
-            raise FileExistsError(f"open_run: --run.dir {given} {obstacle}")
+            raise UserError(f"--run.dir {given} {obstacle}")
         return path, (path / "config.json").exists()
     number = 1
     while True:
@@ -313,7 +312,7 @@ def _pretty(value: Json) -> str:
 T = TypeVar("T")
 
 
-class RunError(ValueError):
+class RunError(UserError):
     """There is no finished run, or its model cannot do what a command wants. The message says what to do."""
 
 
