@@ -197,7 +197,8 @@ def squared_gradients(scores: Sequence[Tensor], images: Sequence[Tensor]) -> lis
     """Return for each image the squared norm of the gradient of all ranks' scores, (n,) for each tensor in `images`.
 
     At real images this is the R1 penalty (Mescheder et al. 2018), at fakes R2. All ranks call it: with the minibatch standard
-    deviation, the scores of other ranks depend on an image, too.
+    deviation, the scores of other ranks depend on an image, too. Each rank gives its own scores, so that each counts once. A
+    loss that all ranks compute alike would count W times on W ranks, and its squared gradients W² times: divide it by W before.
 
     scores: (n,) tensors that were computed from `images`, which require gradients.
 
