@@ -1,6 +1,7 @@
 """The loop that all models share: resume, stop, cadence, and saves that fail."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unisono.collectives import global_mean
 from unisono_models.training.checkpoint import manifest
 from unisono_models.training.config import CheckpointConfig, RunConfig
-from unisono_models.training.loop import TrainingLoop, start_session
+from unisono_models.training.loop import TrainingLoop, explain_divergence, start_session
 from unisono_models.training.randomness import normal
 
 
@@ -40,6 +41,8 @@ def train(
     break_saves_at=None,
     early_at=None,
     fingerprint=None,
+    nan_at=None,
+    vanish_at=None,
 ):
     """Train a line by DDP for 10 steps. Returns what the body of the loop saw in each step, and whether the run finished."""
     run = RunConfig(steps=steps, dir=directory, log_every=5, evaluate_every=evaluate_every, stop_after=stop_after, timeout=60)
@@ -69,8 +72,10 @@ def train(
                 if step == break_saves_at:
                     loop._checkpoints.wait()  # so that it is known which saves fail
                     manifest.write_manifest = fail
+                if step == vanish_at and ranks.first:
+                    directory.rename(directory.with_name("elsewhere"))
                 resumed = loop.just_resumed
-                loop.log({"loss": loss}, samples=7)
+                loop.log({"loss": loss * (math.nan if step == nan_at else 1)}, samples=7)
                 if loop.evaluation_due:
                     loop.record({"accuracy": 0.1 * loop.done})
                 if loop.done == early_at:
@@ -180,6 +185,36 @@ def test_a_fingerprint_that_has_changed_is_refused_unless_the_run_begins_anew(ra
     assert all(text.startswith("UserError: --run.dir") and words in text for text in refused)
     again = partial(train, fingerprint="b", every=0, evaluate_every=0)
     assert ranks(again, tmp_path / "run", world_size=2, timeout=120)[0][1]
+
+
+@pytest.mark.parametrize(("options", "steps"), [({}, 5), ({"evaluate_every": 3}, 3), ({"every": 3}, 3)])
+def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_log_evaluation_or_save(ranks, tmp_path, options, steps):
+    start = partial(train_and_catch, nan_at=2, **({"evaluate_every": 0, "every": 0} | options))
+    said = ranks(start, tmp_path / "run", world_size=2, timeout=120)
+    assert all(text.startswith("UserError: step 2: loss is nan: the training has diverged. Look for") for text in said)
+    assert [math.isnan(line["loss"]) for line in lines(tmp_path / "run")] == [step == 2 for step in range(steps)]
+    assert not manifest.list_steps(tmp_path / "run/checkpoints")
+
+
+def test_divergence_names_the_learning_rates_to_lower():
+    @dataclass(frozen=True)
+    class Section:
+        lr: float = 1e9
+
+    @dataclass(frozen=True)
+    class Two:
+        optimizer: Section = field(default_factory=Section)
+        tables: Section = field(default_factory=lambda: Section(0.5))
+
+    text = explain_divergence("step 3: loss is inf", Two())
+    assert "with a lower --optimizer.lr (it is 1e+09) and --tables.lr (it is 0.5), or look" in text
+
+
+@pytest.mark.parametrize("options", [{"vanish_at": 1}, {"vanish_at": 9, "every": 0}])
+def test_a_run_whose_directory_vanishes_ends_with_an_error(ranks, tmp_path, options):
+    said = ranks(partial(train_and_catch, **options), tmp_path / "run", world_size=2, timeout=120)
+    assert all("UserError: --run.dir" in text and "have vanished while it ran" in text for text in said)
+    assert not (tmp_path / "run/summary.json").exists()
 
 
 def test_a_body_that_forgets_to_save_is_told(tmp_path):

@@ -62,7 +62,13 @@ def with_run(**changes):
 def test_first_run_is_named_after_model_and_recipe(tmp_path):
     run = opened()
     assert run.path == tmp_path / "runs/clip-emoji" and not run.resumes
-    assert {path.name for path in run.path.iterdir() if path.is_dir()} == {"plots", "samples", "checkpoints", "export"}
+    assert {path.name for path in run.path.iterdir() if path.is_dir()} == {
+        "plots",
+        "samples",
+        "checkpoints",
+        "export",
+        "tensorboard",
+    }
     saved = read_config(run.path)
     assert (saved["model"], saved["recipe"]) == ("clip", "emoji")
     assert config_from_json(Config, saved["config"]) == CONFIG
@@ -111,6 +117,15 @@ def test_given_directory_that_is_finished_or_no_run_is_rejected(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"):
         opened(with_run(dir=Path("file")))
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "plots"])
+def test_a_file_where_the_run_needs_a_folder_is_named(tmp_path, name):
+    path = opened().path
+    (path / name).rmdir()
+    (path / name).write_text("")
+    with pytest.raises(UserError, match=rf"--run\.dir .*/{name} is a file, and the run needs a folder there: remove it"):
+        opened()
 
 
 def test_directory_that_a_kill_left_without_config_is_begun_anew(tmp_path):

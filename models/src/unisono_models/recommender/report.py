@@ -1,6 +1,6 @@
 """The end of a run: the exported model, a map of the items, tables and report.html."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -41,9 +41,17 @@ _MAP_ITEMS, _MAP_TITLES, _MAP_GROUPS, _TITLE_LETTERS = 400, 34, 6, 34
 
 
 def write_run_report(
-    run: RunDirectory, config: Config, evaluator: Evaluator, metrics: Mapping[str, float], skipped: SkipReport
+    run: RunDirectory,
+    config: Config,
+    evaluator: Evaluator,
+    metrics: Mapping[str, float],
+    skipped: SkipReport,
+    notes: Sequence[str] = (),
 ) -> None:
-    """Export the model, write the report, and print the test metrics. All ranks call; rank 0 writes."""
+    """Export the model, write the report, and print the test metrics. All ranks call; rank 0 writes.
+
+    notes: What the report should say about the data.
+    """
     module, datasets, ranks = evaluator.module, evaluator.datasets, evaluator.ranks
     ratings = datasets.ratings
     weights = full_weights(module.model, keep=ranks.first)
@@ -76,7 +84,7 @@ def write_run_report(
         intro=_introduction(config, evaluator),
         images=images,
         tables=tables,
-        notes=[skip_note, *datasets.notes],
+        notes=[skip_note, *notes],
         summary=metrics,
         highlights=[name for name in HIGHLIGHTS if name in metrics],
     )

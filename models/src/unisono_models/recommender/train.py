@@ -8,11 +8,14 @@ from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.recommender.config import Config, OptimizerConfig
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.dataset import build_datasets, prefetch
+from unisono_models.recommender.data.describe import describe_data
 from unisono_models.recommender.evaluate import Evaluator
 from unisono_models.recommender.loss import TrainingModule, build_training_module
+from unisono_models.recommender.protocols import apply_protocol, check_labels, complete_config
 from unisono_models.recommender.recipes import RECIPES
 from unisono_models.recommender.report import write_run_report
 from unisono_models.training.distributed.parallel import autocast_context, parallelize, parameter_dtype
+from unisono_models.training.errors import UserError
 from unisono_models.training.loop import Session, TrainingLoop, start_session
 from unisono_models.training.randomness import derive_seed
 from unisono_models.training.schedule import learning_rate_factor
@@ -20,8 +23,8 @@ from unisono_models.training.schedule import learning_rate_factor
 
 def main(args: Sequence[str] | None = None) -> None:
     recipe, config = RECIPES.choose(args)
-    if config.parallel.kind != "ddp":
-        raise ValueError(f"parallel.kind={config.parallel.kind}: must be ddp. The tables are sharded by tables.plan")
+    config = apply_protocol(config)
+    check_settings(config)
     with start_session(config, model="recommender", recipe=recipe) as session:
         train(config, session)
 
@@ -31,6 +34,8 @@ def train(config: Config, session: Session) -> None:
     ranks, watchdog = session.ranks, session.watchdog
     dtype = parameter_dtype(config.parallel)
     datasets = build_datasets(config.data, seed=config.run.seed, ranks=ranks)
+    check_labels(config, datasets)
+    given, config = config, complete_config(config, datasets)
     streamed = datasets.ratings is None
     watchdog.beat()
 
@@ -44,14 +49,18 @@ def train(config: Config, session: Session) -> None:
     with TrainingLoop(session, model, optimizers) as loop:
         fingerprint = datasets.fingerprint
         if loop.first_step and loop.state["data"] != fingerprint:
-            raise ValueError(f"{config.data.source} has changed since the run began: its ids and rows mean something else now")
-        skipped = SkipReport(before=loop.state.get("skipped"), what="rows", place="line")
+            raise UserError(
+                f"--data.source {config.data.source} has changed since the run began: its ids and rows mean something else "
+                "now. Start a new run: --run.dir"
+            )
+        skipped = SkipReport(before=loop.state.get("skipped"), what="rows", place=datasets.place)
         if datasets.ratings is not None and not loop.first_step and ranks.first:  # every rank has read the same rows
             skipped.count(datasets.ratings.read, datasets.ratings.skipped)
         skipped.check(config.data.max_broken)
         rows = f"{datasets.train.rows:,} rows, {loop.steps:,} steps of {config.data.batch:,} on {ranks.world_size} ranks"
         loop.say(f"{session.directory.path}: {rows}")
-        for note in datasets.notes:
+        notes = [*describe_data(config, given, datasets), *datasets.notes]
+        for note in [*notes, *([skipped.report()] if not streamed else [])]:
             loop.say(note)
         batches = prefetch(
             lambda step: datasets.train.batch(step, ranks.rank, ranks.world_size).to(ranks.device, dtype),
@@ -88,7 +97,20 @@ def train(config: Config, session: Session) -> None:
             return
         valid_metrics = loop.final_metrics(lambda: evaluator("valid"))
         test_metrics = loop.record(evaluator("test"))  # once, at the end: nothing is chosen by it
-    write_run_report(session.directory, config, evaluator, {**valid_metrics, **test_metrics}, skipped)
+    write_run_report(session.directory, config, evaluator, {**valid_metrics, **test_metrics}, skipped, notes)
+
+
+def check_settings(config: Config) -> None:
+    """Check what the settings alone can tell. Raises: UserError."""
+    if config.parallel.kind != "ddp":
+        raise UserError(f"--parallel.kind {config.parallel.kind}: must be ddp. The tables are sharded by --tables.plan")
+    if config.data.batch < 1:
+        raise UserError(f"--data.batch {config.data.batch}: must be at least 1")
+    if config.evaluation.patience and not config.run.evaluate_every:
+        raise UserError(
+            f"--evaluation.patience {config.evaluation.patience} counts evaluations, and there are none before the end: set "
+            "--run.evaluate-every to a number of steps"
+        )
 
 
 def make_optimizer(module: TrainingModule, config: OptimizerConfig) -> torch.optim.AdamW:

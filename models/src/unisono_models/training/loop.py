@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from unisono_models.training.checkpoint.manager import Checkpoints
 from unisono_models.training.checkpoint.state_dict import Extra, Optimizers
 from unisono_models.training.config import CheckpointConfig, RunConfig
+from unisono_models.training.config.validate import learning_rates, warn_of_learning_rates
 from unisono_models.training.distributed.launch import Ranks, start_ranks
-from unisono_models.training.distributed.object_collectives import Json, broadcast_object
+from unisono_models.training.distributed.object_collectives import Json, broadcast_object, raise_together
+from unisono_models.training.distributed.shared_directory import check_directory_is_shared
 from unisono_models.training.distributed.watchdog import Watchdog
 from unisono_models.training.errors import UserError, note_run_directory
 from unisono_models.training.run.log import RunLog
@@ -64,6 +66,9 @@ def start_session(config: TrainingConfig, *, model: str, recipe: str) -> Iterato
         open_run(config, model=model, recipe=recipe, ranks=ranks) as directory,
         note_run_directory(directory.path),
     ):
+        check_directory_is_shared(directory.path, ranks)
+        if ranks.first:
+            warn_of_learning_rates(config)
         yield Session(config, ranks, directory, watchdog, stop_signal)
 
 
@@ -151,7 +156,7 @@ class TrainingLoop:
             self._checkpoints = stack.enter_context(
                 Checkpoints(directory.checkpoints, keep=config.checkpoint.keep, timeout=config.run.timeout)
             )
-            loaded = self._checkpoints.load(self._model, self._optimizers, extra=self._extra)
+            loaded = self._checkpoints.load(self._model, self._optimizers, extra=self._extra, state_type=dict)
             if loaded is not None:
                 self.first_step, self.state = loaded
                 self._note_early_end(self.state.pop(_OWN_STATE, {}).get("ended_early"))
@@ -197,9 +202,12 @@ class TrainingLoop:
         self.metrics = None
         self._logged = True
         self._session.watchdog.beat(self.done)
-        self._log.step(step, values, samples=samples)
+        self._log.step(step, values, samples=samples, read=self.evaluation_due or self.checkpoint_due)
         stop_here = self.done == self.last_step < self.steps
-        self.stopping = self._session.stop_signal.received_by_any_rank() or stop_here
+        signal, diverged = self._session.stop_signal.agree(failed=self._log.diverged is not None)
+        if diverged:
+            self._raise_problem()
+        self.stopping = signal or stop_here
 
     def record(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Log the `metrics` of an evaluation after the newest step, and return them."""
@@ -217,9 +225,18 @@ class TrainingLoop:
         The checkpoint with the highest `score` is kept, however old. A save that fails is reported and does not end training.
         """
         self._log.flush()  # the next start begins after the checkpoint: all lines before it have to be on the disk
+        self._raise_problem()
         own = {} if self.ended_early is None else {_OWN_STATE: {"ended_early": self.ended_early}}
         self._checkpoints.save(self.done, self._model, self._optimizers, {**state, **own}, score=score, extra=self._extra)
         self._saved = True
+
+    def _raise_problem(self) -> None:
+        """Raise UserError on all ranks if rank 0 knows why the run cannot go on."""
+        with raise_together("TrainingLoop"):
+            if self._session.ranks.first:
+                self._session.directory.raise_if_vanished()
+                if self._log.diverged is not None:
+                    raise UserError(explain_divergence(self._log.diverged, self._session.config))
 
     def finish_early(self, reason: str) -> None:
         """Make the step that was just logged the last one of the run, which then counts as finished.
@@ -241,3 +258,15 @@ class TrainingLoop:
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""
         self._log.say(text)
+
+
+def explain_divergence(what: str, config: object) -> str:
+    """Say what to do about a loss that is not finite. `what`: the step, and what the loss is.
+
+    Example:
+        >>> explain_divergence("step 3: loss is nan", CheckpointConfig())
+        'step 3: loss is nan: the training has diverged. Look for values in the data that are not finite'
+    """
+    options = " and ".join(f"{option} (it is {value:g})" for option, value in learning_rates(config))
+    advice = f"Start another run with a lower {options}, or look" if options else "Look"
+    return f"{what}: the training has diverged. {advice} for values in the data that are not finite"

@@ -21,6 +21,7 @@ from unisono_models.recommender.model.export import (
     read_data_config,
     read_vocabularies,
 )
+from unisono_models.recommender.protocols import complete_config
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 from unisono_models.training.distributed.object_collectives import RanksError, raise_together
 from unisono_models.training.run.run_directory import find_run
@@ -54,6 +55,7 @@ def evaluate_run(options: Options, ranks: Ranks) -> tuple[dict[str, float], dict
         data = replace(data, source=options.source)
     config = replace(config, data=data)
     datasets = build_datasets(data, seed=config.run.seed, ranks=ranks, vocabularies=vocabularies)
+    config = complete_config(config, datasets)
     dtype = dtype_of_weights(weights)
     module = build_training_module(config, datasets, dtype=dtype, device=ranks.device)
     load_weights(module.model, weights)

@@ -117,6 +117,7 @@ class RunDirectory:
         """Write summary.json: the run is finished, and will not be continued. Call it last, on every rank."""
         with raise_together("RunDirectory.finish"):
             if self.first:
+                self.raise_if_vanished()
                 atomic_write(self.path / "summary.json", _pretty({**summary, **self.remarks}))
             self.close()
 
@@ -149,6 +150,16 @@ class RunDirectory:
                 f"it is {fingerprint[:16]}): the trained weights would mean something else. Restore the {name}, or choose "
                 "another --run.dir"
             )
+
+    def raise_if_vanished(self) -> None:
+        """Raise UserError if the directory has vanished: what the run still writes would be lost. One rank calls it."""
+        try:
+            os.stat(self.path / "config.json")
+        except FileNotFoundError:
+            text = f"--run.dir {self.path}: the run's files have vanished while it ran, and it cannot be saved. Start it again"
+            raise UserError(text) from None
+        except OSError:  # a file system that does not answer may do so later
+            pass
 
     def close(self) -> None:
         """Release the lock: another process may continue the run."""
@@ -186,7 +197,9 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
             if not resumes:
                 saved["config"]["run"] |= {name: None for name in NOT_SAVED if name in saved["config"]["run"]}
                 atomic_write(path / "config.json", _pretty(saved))
-            for name in ("plots", "samples", "checkpoints", "export"):
+            for name in ("plots", "samples", "checkpoints", "export", "tensorboard"):
+                if (path / name).exists() and not (path / name).is_dir():
+                    raise UserError(f"--run.dir {path}: {path / name} is a file, and the run needs a folder there: remove it")
                 (path / name).mkdir(exist_ok=True)
             provenance = read_provenance(path) | {"seed": config.run.seed}
             provenance["starts"].append(describe_start(world_size=ranks.world_size, hosts=hosts))
