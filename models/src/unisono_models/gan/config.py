@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from unisono_models.training.config import CheckpointConfig, RunConfig
+from unisono_models.training.config.validate import option_name
 from unisono_models.training.errors import UserError
 
 Condition = Literal["class", "vector", "text", "none"]
@@ -155,7 +156,6 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check("optimizer", self, lr=self.lr > 0, half_life=self.half_life > 0)
-        _check("optimizer", self, final=0 <= self.final <= 1, warmup=0 <= self.warmup <= 1)
         _check("optimizer", self, beta1=0 <= self.beta1 < 1, beta2=0 <= self.beta2 < 1)
 
 
@@ -212,7 +212,7 @@ class Config:
 
 _RULES = {
     "test_part": "between 0 and 1",
-    **dict.fromkeys(("max_broken", "mirror", "colour", "final", "warmup"), "from 0 to 1"),
+    **dict.fromkeys(("max_broken", "mirror", "colour"), "from 0 to 1"),
     "generator": "one or more numbers of channels, each at least 1",
     "discriminator": "one or more numbers of channels, each at least 1",
     "beta1": "from 0 to less than 1",
@@ -230,5 +230,5 @@ def _check(section: str, config: object, rule: str = "", **holds: bool) -> None:
         if not good:
             value = getattr(config, name)
             typed = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            option = f"--{section}.{name.replace('_', '-')} {typed}".rstrip()
+            option = f"{option_name(section, name)} {typed}".rstrip()
             raise UserError(f"{option}: must be {rule or _RULES.get(name, 'at least 1')}")
