@@ -230,6 +230,14 @@ class TrainingLoop:
         self._checkpoints.save(self.done, self._model, self._optimizers, {**state, **own}, score=score, extra=self._extra)
         self._saved = True
 
+    def load_best(self) -> int | None:
+        """Load the checkpoint with the highest score. Return its step, or None if none has a score.
+
+        Call it after the last step: then the model that is tested and exported is the one that validation chose.
+        """
+        loaded = self._checkpoints.load(self._model, self._optimizers, extra=self._extra, state_type=dict, which="best")
+        return None if loaded is None else loaded[0]
+
     def _raise_problem(self) -> None:
         """Raise UserError on all ranks if rank 0 knows why the run cannot go on."""
         with raise_together("TrainingLoop"):

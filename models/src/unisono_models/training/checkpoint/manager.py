@@ -149,9 +149,17 @@ class Checkpoints:
         return not failure
 
     def load(
-        self, model: nn.Module, optimizers: Optimizers, *, extra: Extra | None = None, state_type: type = object
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        *,
+        extra: Extra | None = None,
+        state_type: type = object,
+        which: Literal["newest", "best"] = "newest",
     ) -> tuple[int, Json] | None:
         """Load the newest checkpoint that is not damaged. Return its step and `state`, or None if there is none.
+
+        `which`: "best" loads the one with the best score instead.
 
         Reports each newer one that it skipped, and why. Changes nothing on disk. A tensor that has a NaN counts as damage, and
         so does a `state` that is not a `state_type`.
@@ -160,7 +168,7 @@ class Checkpoints:
         tensor that is missing, or that has another shape or dtype.
         """
         self.wait()
-        chosen = self._choose(state_type)
+        chosen = self._choose(state_type, which)
         if chosen is None:
             return None
         step, path, index, values, state = chosen
@@ -247,12 +255,15 @@ class Checkpoints:
         except OSError as error:
             return f"unknown ({error.strerror})"
 
-    def _choose(self, state_type: type) -> tuple[int, Path, dict[str, TensorEntry], Json, Json] | None:
-        """Find the newest checkpoint that is not damaged. Rank 0 lists them, all ranks together hash the files."""
-        names = broadcast_object(
-            [path.name for path in manifest.list_steps(self.directory)] if self._rank == 0 else None, group=self._group
-        )
-        for name in names:
+    def _choose(
+        self, state_type: type, which: Literal["newest", "best"]
+    ) -> tuple[int, Path, dict[str, TensorEntry], Json, Json] | None:
+        """Find the first checkpoint that is not damaged. Rank 0 lists them, all ranks together hash the files."""
+        listed: list[Path] = []
+        if self._rank == 0:
+            newest = which == "newest"
+            listed = manifest.list_steps(self.directory) if newest else manifest.list_best(self.directory, best=self._best)
+        for name in broadcast_object([path.name for path in listed], group=self._group):
             path = self.directory / name
             index = {}
             values = state = None
