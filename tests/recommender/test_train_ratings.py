@@ -131,7 +131,10 @@ def test_a_nan_is_no_improvement():
         (["--data.threshold", "5"], r"--data.threshold 5: no rating counts as liked: rating goes from 2 to 4\.5"),
         (["--evaluation.patience", "2", "--run.evaluate-every", "0"], "--evaluation.patience 2 counts evaluations"),
         (["--model.kind", "two_tower", "--data.threshold", "4"], "--data.threshold 4: two_tower has no use for it"),
-        (["--data.source", "rating.csv"], "--data.source rating.csv: there is no such file or folder. The datasets with a name are ml-1m, ml-100k"),
+        (
+            ["--data.source", "rating.csv"],
+            "--data.source rating.csv: there is no such file or folder. The datasets with a name are ml-1m, ml-100k",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
