@@ -19,6 +19,7 @@ from unisono.collectives.groups import GroupRanks, process_group, resolve_group
 from unisono.embedding.lookup.input_dist import IncomingRequest, input_dist
 from unisono.embedding.lookup.lookup import lookup
 from unisono.embedding.lookup.output_dist import Pooling, output_dist, plan_pooling
+from unisono.embedding.lookup.reached import Reached
 from unisono.embedding.lookup.storage import LookupOptions, ShardStorage
 from unisono.embedding.optimizers import FusedOptimizer, Rule
 from unisono.embedding.ragged import Ragged
@@ -53,8 +54,9 @@ class LookupEngine:
 
     @disable_compile
     def finish(self, inputs: DistributedInput) -> dict[str, Tensor]:
-        rows = lookup(self.storage, inputs.incoming)
-        return output_dist(self.storage, rows, inputs.incoming, inputs.poolings)
+        reached = Reached(range(len(self.storage.tables)))
+        rows = lookup(self.storage, inputs.incoming, reached)
+        return output_dist(self.storage, rows, inputs.incoming, inputs.poolings, reached)
 
 
 class EngineModule(nn.Module):
