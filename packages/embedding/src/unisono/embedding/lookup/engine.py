@@ -102,7 +102,7 @@ class Prefetcher:
             self.ranks = resolve_group(made)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="unisono-prefetch")
         weakref.finalize(self, self.pool.shutdown, wait=False)
-        self.started: tuple[Mapping[str, Any], Future[DistributedInput]] | None = None
+        self.started: tuple[Mapping[str, Any], list[int], Future[DistributedInput]] | None = None
 
     def start(self, features: Mapping[str, Any], inputs: Mapping[str, Ragged], error: str) -> None:
         self.drop()
@@ -117,16 +117,19 @@ class Prefetcher:
             with torch.set_grad_enabled(enabled):
                 return self.engine.start(inputs, self.ranks, error)
 
-        self.started = features, self.pool.submit(run)
+        self.started = features, _versions(inputs), self.pool.submit(run)
 
-    def take(self, features: Mapping[str, Any]) -> DistributedInput | None:
-        """Return what was started for these features, if all ranks have it; otherwise drop it on all of them."""
+    def take(self, features: Mapping[str, Any], inputs: Mapping[str, Ragged]) -> DistributedInput | None:
+        """Return what was started for these features, if all ranks have it; otherwise drop it on all of them.
+
+        Tensors that were changed in place since then are other features.
+        """
         if self.started is None:
             return None
-        started_features, future = self.started
+        started_features, versions, future = self.started
         function, device = f"{self.engine.storage.options.function}.prefetch", self.engine.storage.options.device
         same = "forward after prefetch"
-        numbers = [int(_same_tensors(started_features, features))]
+        numbers = [int(_same_tensors(started_features, features) and versions == _versions(inputs))]
         rule = "All ranks must prefetch, or none."
         try:
             table = validate_across_ranks(
@@ -146,7 +149,13 @@ class Prefetcher:
         started = self.started
         self.started = None  # first: an interrupt during the wait must not leave an old batch behind
         if started is not None:
-            started[1].exception()
+            started[-1].exception()
+
+
+def _versions(inputs: Mapping[str, Ragged]) -> list[int]:
+    """How often each tensor was changed in place. Tensors made in inference mode do not count it."""
+    tensors = [x for bags in inputs.values() for x in bags if isinstance(x, Tensor)]
+    return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def _same_tensors(a: Mapping[str, Any], b: object) -> bool:
