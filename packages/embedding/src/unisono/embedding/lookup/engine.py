@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from unisono.collectives import Group
 from unisono.collectives.autograd import disable_compile
@@ -81,6 +82,10 @@ class EngineModule(nn.Module):
         """Copy the storage, and let the parameters be views of the copy."""
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
+        for module in self.engine.storage.modules:  # torch cannot copy a DTensor that begins within its memory
+            weight = module.weight
+            if isinstance(weight, DTensor):
+                memo[id(weight)] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         made.engine.storage.attach(made.engine.storage.modules)
         return made
