@@ -1,6 +1,7 @@
 """The loop that all models share: resume, stop, cadence, and saves that fail."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unisono.collectives import global_mean
 from unisono_models.training.checkpoint import manifest
 from unisono_models.training.config import CheckpointConfig, RunConfig
-from unisono_models.training.loop import TrainingLoop, start_session
+from unisono_models.training.loop import TrainingLoop, explain_divergence, start_session
 from unisono_models.training.randomness import normal
 
 
@@ -28,9 +29,23 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every=3, keep=9))
 
 
-def train(directory, *, stop_after=None, signal_at=None, evaluate_every=4, every=3, save=True, break_saves_at=None):
+def train(
+    directory,
+    *,
+    steps=10,
+    stop_after=None,
+    signal_at=None,
+    evaluate_every=4,
+    every=3,
+    save=True,
+    break_saves_at=None,
+    early_at=None,
+    fingerprint=None,
+    nan_at=None,
+    vanish_at=None,
+):
     """Train a line by DDP for 10 steps. Returns what the body of the loop saw in each step, and whether the run finished."""
-    run = RunConfig(steps=10, dir=directory, log_every=5, evaluate_every=evaluate_every, stop_after=stop_after, timeout=60)
+    run = RunConfig(steps=steps, dir=directory, log_every=5, evaluate_every=evaluate_every, stop_after=stop_after, timeout=60)
     config = Config(run, CheckpointConfig(every=every, keep=9))
     events = []
     with start_session(config, model="line", recipe="tiny") as session:
@@ -42,6 +57,8 @@ def train(directory, *, stop_after=None, signal_at=None, evaluate_every=4, every
         average = nn.Linear(3, 1)
         with TrainingLoop(session, model, optimizer, extra={"average": average}) as loop:
             seen = loop.state.get("seen", 0)
+            if fingerprint is not None:
+                session.directory.check_fingerprint("data", fingerprint)
             for step in loop:
                 x = normal(0, "x", step, torch.arange(7).tensor_split(ranks.world_size)[ranks.rank], (3,))
                 loss = global_mean(model(x).square().mean(1))
@@ -55,10 +72,14 @@ def train(directory, *, stop_after=None, signal_at=None, evaluate_every=4, every
                 if step == break_saves_at:
                     loop._checkpoints.wait()  # so that it is known which saves fail
                     manifest.write_manifest = fail
+                if step == vanish_at and ranks.first:
+                    directory.rename(directory.with_name("elsewhere"))
                 resumed = loop.just_resumed
-                loop.log({"loss": loss}, samples=7)
+                loop.log({"loss": loss * (math.nan if step == nan_at else 1)}, samples=7)
                 if loop.evaluation_due:
                     loop.record({"accuracy": 0.1 * loop.done})
+                if loop.done == early_at:
+                    loop.finish_early("accuracy is high enough")
                 events.append([step, resumed, loop.log_due, loop.evaluation_due, loop.checkpoint_due])
                 if loop.checkpoint_due and save:
                     loop.save({"seen": seen}, score=loop.first_metric)
@@ -76,7 +97,7 @@ def train_and_catch(directory, **options):
     write = manifest.write_manifest
     try:
         return train(directory, **options)
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
         manifest.write_manifest = write
@@ -132,10 +153,68 @@ def test_a_run_whose_last_step_was_taken_is_only_evaluated(tmp_path):
 
 def test_a_save_that_fails_does_not_end_training_but_a_stop_that_is_not_saved_is_an_error(ranks, whole, tmp_path):
     failed = ranks(partial(train_and_catch, stop_after=5, break_saves_at=4), tmp_path / "a", world_size=2, timeout=120)
-    assert failed == ["SystemExit: stopped after step 5 of 10, which could not be saved"] * 2
+    assert failed == ["UserError: stopped after step 5 of 10, which could not be saved"] * 2
     events, finished = ranks(partial(train_and_catch, break_saves_at=6), tmp_path / "a", world_size=2, timeout=120)[0]
     assert finished and [step for step, *_ in events] == [4, 5, 6, 7, 8, 9]  # from the checkpoint of the evaluation
     assert lines(tmp_path / "a") == lines(whole[0])
+
+
+def test_a_run_that_is_finished_early_is_finished_and_no_later_start_goes_on(ranks, whole, tmp_path):
+    events, finished = ranks(partial(train, early_at=8, signal_at=7), tmp_path / "run", world_size=2, timeout=120)[1]
+    assert finished and [step for step, *_ in events] == list(range(8)) and events[-1][4]
+    reason = "after step 8 of 10: accuracy is high enough"
+    assert summary(tmp_path / "run") | {"average": 0} == {"accuracy": 0.8, "seen": 56, "average": 0, "ended_early": reason}
+    assert lines(tmp_path / "run") == [line for line in lines(whole[0]) if line["step"] < 8]
+    (tmp_path / "run/summary.json").unlink()  # as if it had been killed before its report
+    before = lines(tmp_path / "run")
+    assert ranks(train, tmp_path / "run", world_size=1, timeout=120)[0] == ([], True)
+    assert summary(tmp_path / "run")["ended_early"] == reason and lines(tmp_path / "run") == before
+
+
+def test_a_run_whose_last_step_is_also_an_early_end_has_all_its_steps(tmp_path):
+    assert train(tmp_path / "run", early_at=10)[1] and "ended_early" not in summary(tmp_path / "run")
+
+
+def test_a_fingerprint_that_has_changed_is_refused_unless_the_run_begins_anew(ranks, tmp_path):
+    start = partial(train_and_catch, stop_after=5, every=0, evaluate_every=0)
+    ranks(partial(start, fingerprint="a", save=False), tmp_path / "run", world_size=2, timeout=120)  # it has no checkpoint
+    events, _ = ranks(partial(start, fingerprint="b"), tmp_path / "run", world_size=2, timeout=120)[0]
+    assert len(events) == 5
+    refused = ranks(partial(start, fingerprint="c"), tmp_path / "run", world_size=2, timeout=120)
+    words = "the data has changed since the run began (its fingerprint was b, now it is c)"
+    assert all(text.startswith("UserError: --run.dir") and words in text for text in refused)
+    again = partial(train, fingerprint="b", every=0, evaluate_every=0)
+    assert ranks(again, tmp_path / "run", world_size=2, timeout=120)[0][1]
+
+
+@pytest.mark.parametrize(("options", "steps"), [({}, 5), ({"evaluate_every": 3}, 3), ({"every": 3}, 3)])
+def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_log_evaluation_or_save(ranks, tmp_path, options, steps):
+    start = partial(train_and_catch, nan_at=2, **({"evaluate_every": 0, "every": 0} | options))
+    said = ranks(start, tmp_path / "run", world_size=2, timeout=120)
+    assert all(text.startswith("UserError: step 2: loss is nan: the training has diverged. Look for") for text in said)
+    assert [math.isnan(line["loss"]) for line in lines(tmp_path / "run")] == [step == 2 for step in range(steps)]
+    assert not manifest.list_steps(tmp_path / "run/checkpoints")
+
+
+def test_divergence_names_the_learning_rates_to_lower():
+    @dataclass(frozen=True)
+    class Section:
+        lr: float = 1e9
+
+    @dataclass(frozen=True)
+    class Two:
+        optimizer: Section = field(default_factory=Section)
+        tables: Section = field(default_factory=lambda: Section(0.5))
+
+    text = explain_divergence("step 3: loss is inf", Two())
+    assert "with a lower --optimizer.lr (it is 1e+09) and --tables.lr (it is 0.5), or look" in text
+
+
+@pytest.mark.parametrize("options", [{"vanish_at": 1}, {"vanish_at": 9, "every": 0}])
+def test_a_run_whose_directory_vanishes_ends_with_an_error(ranks, tmp_path, options):
+    said = ranks(partial(train_and_catch, **options), tmp_path / "run", world_size=2, timeout=120)
+    assert all("UserError: --run.dir" in text and "have vanished while it ran" in text for text in said)
+    assert not (tmp_path / "run/summary.json").exists()
 
 
 def test_a_body_that_forgets_to_save_is_told(tmp_path):

@@ -181,10 +181,10 @@ def test_hybrid_shards_within_hosts_and_copies_across(ranks, world, shard, local
 @pytest.mark.parametrize(
     ("shard", "local_sizes", "message"),
     [
-        (2, None, "parallel.shard: 2 does not divide the number of ranks, 3"),
-        (0, None, "parallel.shard: 0 does not divide the number of ranks, 3"),
-        (-3, None, "parallel.shard: -3 does not divide the number of ranks, 3"),
-        (None, [2, 2, 1], "parallel.shard: the hosts have different numbers of ranks, [1, 2]: give a number"),
+        (2, None, "--parallel.shard 2: it does not divide the number of ranks, 3"),
+        (0, None, "--parallel.shard 0: it does not divide the number of ranks, 3"),
+        (-3, None, "--parallel.shard -3: it does not divide the number of ranks, 3"),
+        (None, [2, 2, 1], "--parallel.shard: the hosts have different numbers of ranks, [1, 2]: give a number"),
     ],
 )
 def test_hybrid_rejects_numbers_that_do_not_divide_on_all_ranks(ranks, shard, local_sizes, message):

@@ -25,8 +25,16 @@ from unisono.collectives.groups import resolve_group
 from unisono_models.training.checkpoint import manifest
 from unisono_models.training.checkpoint.atomic_file import write_new_file
 from unisono_models.training.checkpoint.manifest import Manifest
-from unisono_models.training.checkpoint.state_dict import Extra, LoadTargets, Optimizers, collect_state
-from unisono_models.training.checkpoint.storage import ShardReader, ShardWriter, StagedPlanner, TensorEntry, read_index
+from unisono_models.training.checkpoint.state_dict import Extra, LoadTargets, Optimizers, collect_state, validate_values
+from unisono_models.training.checkpoint.storage import (
+    ShardReader,
+    ShardWriter,
+    StagedPlanner,
+    TensorEntry,
+    find_nan,
+    has_nan,
+    read_index,
+)
 from unisono_models.training.distributed.object_collectives import (
     Json,
     RanksError,
@@ -140,16 +148,27 @@ class Checkpoints:
             self._report(self._notes.pop(0))
         return not failure
 
-    def load(self, model: nn.Module, optimizers: Optimizers, *, extra: Extra | None = None) -> tuple[int, Json] | None:
+    def load(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        *,
+        extra: Extra | None = None,
+        state_type: type = object,
+        which: Literal["newest", "best"] = "newest",
+    ) -> tuple[int, Json] | None:
         """Load the newest checkpoint that is not damaged. Return its step and `state`, or None if there is none.
 
-        Reports each newer one that it skipped, and why. Changes nothing on disk.
+        `which`: "best" loads the one with the best score instead.
+
+        Reports each newer one that it skipped, and why. Changes nothing on disk. A tensor that has a NaN counts as damage, and
+        so does a `state` that is not a `state_type`.
 
         Raises: RanksError on all ranks (with one rank: ValueError) if the checkpoint does not fit these objects. It names each
         tensor that is missing, or that has another shape or dtype.
         """
         self.wait()
-        chosen = self._choose()
+        chosen = self._choose(state_type, which)
         if chosen is None:
             return None
         step, path, index, values, state = chosen
@@ -200,6 +219,8 @@ class Checkpoints:
         committed = False
         try:
             with raise_together("begin", group=self._group):
+                if names := [name for name in tensors if has_nan(self._staged[name])]:
+                    raise ValueError(_describe_nan(names))
                 if self._rank == 0:
                     manifest.begin(path)
             writer = ShardWriter(path)
@@ -234,12 +255,15 @@ class Checkpoints:
         except OSError as error:
             return f"unknown ({error.strerror})"
 
-    def _choose(self) -> tuple[int, Path, dict[str, TensorEntry], Json, Json] | None:
-        """Find the newest checkpoint that is not damaged. Rank 0 lists them, all ranks together hash the files."""
-        names = broadcast_object(
-            [path.name for path in manifest.list_steps(self.directory)] if self._rank == 0 else None, group=self._group
-        )
-        for name in names:
+    def _choose(
+        self, state_type: type, which: Literal["newest", "best"]
+    ) -> tuple[int, Path, dict[str, TensorEntry], Json, Json] | None:
+        """Find the first checkpoint that is not damaged. Rank 0 lists them, all ranks together hash the files."""
+        listed: list[Path] = []
+        if self._rank == 0:
+            newest = which == "newest"
+            listed = manifest.list_steps(self.directory) if newest else manifest.list_best(self.directory, best=self._best)
+        for name in broadcast_object([path.name for path in listed], group=self._group):
             path = self.directory / name
             index = {}
             values = state = None
@@ -247,11 +271,13 @@ class Checkpoints:
             try:
                 commit = manifest.read_manifest(path)
                 files = sorted(commit.files, key=lambda file: (-commit.files[file][0], file))
-                damage = manifest.find_damage(path, commit.files, files[self._rank :: self._size])
+                mine = files[self._rank :: self._size]
+                damage = manifest.find_damage(path, commit.files, mine)
                 if not damage:
                     index = read_index(path, {file: size for file, (size, _) in commit.files.items()})
-                    held = json.loads((path / _STATE).read_bytes())
-                    values, state = held["values"], held["state"]
+                    values, state = _read_state(path / _STATE, state_type)
+                    names = find_nan(path, index, mine)
+                    damage = [_describe_nan(names)] if names else []
             except Exception as error:  # a damaged file may cause any
                 damage = [str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"]
             found = sorted({line for rank in all_gather_object(damage, group=self._group) for line in rank})
@@ -261,6 +287,23 @@ class Checkpoints:
             if self._rank == 0:
                 self._report(f"checkpoint {path} skipped: {'; '.join(found)}")
         return None
+
+
+def _read_state(path: Path, state_type: type) -> tuple[Json, Json]:
+    """Read what collect_state returned beside the tensors, and the `state` of `save`. Raises: ValueError if it is neither."""
+    held = json.loads(path.read_bytes())
+    try:
+        if not isinstance(held, dict) or "state" not in held or not isinstance(held["state"], state_type):
+            raise ValueError("its state is missing or of the wrong type")
+        validate_values(held.get("values"))
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    return held["values"], held["state"]
+
+
+def _describe_nan(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"NaN in {names[0]}{more}: the training had diverged"
 
 
 def _explain(error: BaseException) -> str:

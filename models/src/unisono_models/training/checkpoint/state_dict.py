@@ -58,6 +58,37 @@ def collect_state(model: nn.Module, optimizers: Optimizers, extra: Extra) -> tup
     return tensors, values
 
 
+_FORM: Any = {
+    "model": dict,
+    "optimizers": {
+        ...: {
+            "class": str,
+            "groups": [{"params": [str], "values": dict}],
+            "states": {...: {"tensors": [str], "values": dict}},
+        }
+    },
+}
+
+
+def validate_values(values: Json) -> None:
+    """Raise ValueError unless `values` has the form of what collect_state returns."""
+    if not _has_form(values, _FORM):
+        raise ValueError("its values do not have the form that a checkpoint has")
+
+
+def _has_form(value: Json, form: Any) -> bool:
+    """`form`: a type, a list with the form of all items, a dict with the forms of its values, or of all of them under `...`."""
+    if isinstance(form, type):
+        return isinstance(value, form)
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_has_form(item, form[0]) for item in value)
+    if not isinstance(value, dict):
+        return False
+    if ... in form:
+        return all(_has_form(item, form[...]) for item in value.values())
+    return all(name in value and _has_form(value[name], inner) for name, inner in form.items())
+
+
 class LoadTargets:
     """The objects that a checkpoint is loaded into. Fill `tensors`, by name, then call `install()`.
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from unisono_models.training.config.validate import check_options
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -28,6 +30,12 @@ class RunConfig:
     timeout: float = 300.0
     """The number of seconds without progress after which the run gives up and names the ranks that are missing."""
 
+    def __post_init__(self) -> None:
+        check_options("run", self, "at least 1", steps=self.steps >= 1, log_every=self.log_every >= 1)
+        check_options("run", self, "at least 1, or None", stop_after=self.stop_after is None or self.stop_after >= 1)
+        check_options("run", self, "at least 0", evaluate_every=self.evaluate_every >= 0)
+        check_options("run", self, "above 0, and at most a year", timeout=0 < self.timeout < 365 * 86400)
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -37,6 +45,10 @@ class CheckpointConfig:
     """The number of steps between checkpoints. 0 saves only at the end, after evaluations, and when the run is stopped."""
     keep: int = 2
     """The number of newest checkpoints to keep. The one with the best score is kept in addition."""
+
+    def __post_init__(self) -> None:
+        check_options("checkpoint", self, "at least 0", every=self.every >= 0)
+        check_options("checkpoint", self, "at least 1", keep=self.keep >= 1)
 
 
 @dataclass(frozen=True)
@@ -55,3 +67,6 @@ class ParallelConfig:
     """Recompute the activations of the model's blocks in the backward pass instead of keeping them in memory."""
     compile: bool = False
     """Compile the model's blocks with torch.compile."""
+
+    def __post_init__(self) -> None:
+        check_options("parallel", self, "at least 1, or None", shard=self.shard is None or self.shard >= 1)
