@@ -26,7 +26,16 @@ DOCUMENTS = [*READMES, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
 PACKAGES = [unisono.collectives, unisono.contrastive, unisono.dataparallel, unisono.embedding]
 DOCUMENTED = [*PACKAGES, unisono_models]
 MODULES = [m.name for package in DOCUMENTED for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-NO_BACKWARD = {"checked", "convert_sync_batchnorm", "count_bytes", "exchange_sizes", "hash_strings", "plan_tables"}
+NO_BACKWARD = {
+    "checked",
+    "convert_sync_batchnorm",
+    "count_bytes",
+    "exchange_sizes",
+    "hash_strings",
+    "init_distributed",
+    "plan_tables",
+    "read_launch_env",
+}
 
 
 @pytest.mark.parametrize("name", [*(package.__name__ for package in PACKAGES), *MODULES])

@@ -3,8 +3,11 @@
 import sys
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from unisono_models.training.commands import run_command
+from unisono_models.training.distributed.torchrun import main as launch
+from unisono_models.training.errors import DEBUG, UserError, note_run_directory
 
 COMMANDS = {
     "recommend": ("tests.training.no_such_module", "Recommend items."),
@@ -14,6 +17,13 @@ COMMANDS = {
 
 def main(args):
     print(*args)
+    if args[:1] == ["mistake"]:
+        with note_run_directory(args[1]):
+            raise UserError("--data.caption title: the table has no such column") from KeyError("title")
+    if args == ["fault"]:
+        raise ValueError("a fault of ours")
+    if args == ["ctrl-c"]:
+        raise KeyboardInterrupt
     return len(args)
 
 
@@ -45,3 +55,59 @@ def test_unknown_and_absent_commands_are_errors(capsys):
 def test_only_the_module_of_the_command_is_imported():
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         run_command("tests.shop", COMMANDS, ["recommend"])
+
+
+MESSAGE = "echo: --data.caption title: the table has no such column"
+
+
+@pytest.fixture
+def no_debug(monkeypatch):
+    monkeypatch.setenv(DEBUG, "")  # restored at the end, whatever --debug sets
+
+
+def test_a_mistake_is_one_line_and_its_traceback_goes_into_the_run_directory(capsys, tmp_path, no_debug):
+    assert run(["echo", "mistake", tmp_path]) == 2
+    assert capsys.readouterr().err == f"{MESSAGE}\n"
+    assert "KeyError: 'title'" in (log := (tmp_path / "errors.log").read_text()) and "UserError: --data.caption" in log
+    assert run(["echo", "mistake", tmp_path / "gone"]) == 2 and capsys.readouterr().err == f"{MESSAGE}\n"
+
+
+def test_debug_anywhere_shows_the_traceback(capsys, tmp_path, no_debug):
+    assert run(["echo", "mistake", "--debug", tmp_path]) == 2
+    printed = capsys.readouterr()
+    assert "--debug" not in printed.out and "Traceback" in printed.err and printed.err.endswith(f"\n{MESSAGE}\n")
+
+
+def test_a_fault_is_raised_and_an_interruption_is_one_line(capsys, no_debug):
+    with pytest.raises(ValueError, match="a fault of ours"):
+        run_command("tests.shop", COMMANDS, ["echo", "fault"])
+    assert run(["echo", "ctrl-c"]) == 130 and capsys.readouterr().err == "echo: interrupted\n"
+
+
+def test_the_report_of_torchrun_ends_with_the_mistake(capsys, tmp_path, no_debug, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert run(["echo", "mistake", tmp_path]) == 2
+    report = str(ChildFailedError("echo", {0: ProcessFailure(0, 47, 2, str(tmp_path / "error.json"))}))
+    assert report.splitlines()[-2] == f"  traceback : {MESSAGE.removeprefix('echo: ')}" and "Traceback" not in report
+
+
+def test_only_rank_0_prints_a_mistake_of_all_ranks(capsys, tmp_path, no_debug, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert run(["echo", "mistake", tmp_path]) == 2 and run(["echo", "ctrl-c"]) == 130
+    assert capsys.readouterr().err == "" and not (tmp_path / "errors.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "there is no model ''"),
+        (["training"], "there is no model 'training'"),
+        (["clip", "tiny", "--nproc", "two"], "--nproc needs a number of ranks, not two"),
+        (["clip", "tiny", "--nproc"], "--nproc needs a number of ranks, not nothing"),
+        (["clip", "tiny", "--nproc=3"], "--nproc 3: this machine has 2 devices, one for each rank. Give at most 2"),
+    ],
+)
+def test_launch_refuses_what_cannot_start(args, words, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    with pytest.raises(UserError, match=words):
+        launch(args)

@@ -28,9 +28,21 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every=3, keep=9))
 
 
-def train(directory, *, stop_after=None, signal_at=None, evaluate_every=4, every=3, save=True, break_saves_at=None):
+def train(
+    directory,
+    *,
+    steps=10,
+    stop_after=None,
+    signal_at=None,
+    evaluate_every=4,
+    every=3,
+    save=True,
+    break_saves_at=None,
+    early_at=None,
+    fingerprint=None,
+):
     """Train a line by DDP for 10 steps. Returns what the body of the loop saw in each step, and whether the run finished."""
-    run = RunConfig(steps=10, dir=directory, log_every=5, evaluate_every=evaluate_every, stop_after=stop_after, timeout=60)
+    run = RunConfig(steps=steps, dir=directory, log_every=5, evaluate_every=evaluate_every, stop_after=stop_after, timeout=60)
     config = Config(run, CheckpointConfig(every=every, keep=9))
     events = []
     with start_session(config, model="line", recipe="tiny") as session:
@@ -42,6 +54,8 @@ def train(directory, *, stop_after=None, signal_at=None, evaluate_every=4, every
         average = nn.Linear(3, 1)
         with TrainingLoop(session, model, optimizer, extra={"average": average}) as loop:
             seen = loop.state.get("seen", 0)
+            if fingerprint is not None:
+                session.directory.check_fingerprint("data", fingerprint)
             for step in loop:
                 x = normal(0, "x", step, torch.arange(7).tensor_split(ranks.world_size)[ranks.rank], (3,))
                 loss = global_mean(model(x).square().mean(1))
@@ -59,6 +73,8 @@ def train(directory, *, stop_after=None, signal_at=None, evaluate_every=4, every
                 loop.log({"loss": loss}, samples=7)
                 if loop.evaluation_due:
                     loop.record({"accuracy": 0.1 * loop.done})
+                if loop.done == early_at:
+                    loop.finish_early("accuracy is high enough")
                 events.append([step, resumed, loop.log_due, loop.evaluation_due, loop.checkpoint_due])
                 if loop.checkpoint_due and save:
                     loop.save({"seen": seen}, score=loop.first_metric)
@@ -76,7 +92,7 @@ def train_and_catch(directory, **options):
     write = manifest.write_manifest
     try:
         return train(directory, **options)
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
         manifest.write_manifest = write
@@ -132,10 +148,38 @@ def test_a_run_whose_last_step_was_taken_is_only_evaluated(tmp_path):
 
 def test_a_save_that_fails_does_not_end_training_but_a_stop_that_is_not_saved_is_an_error(ranks, whole, tmp_path):
     failed = ranks(partial(train_and_catch, stop_after=5, break_saves_at=4), tmp_path / "a", world_size=2, timeout=120)
-    assert failed == ["SystemExit: stopped after step 5 of 10, which could not be saved"] * 2
+    assert failed == ["UserError: stopped after step 5 of 10, which could not be saved"] * 2
     events, finished = ranks(partial(train_and_catch, break_saves_at=6), tmp_path / "a", world_size=2, timeout=120)[0]
     assert finished and [step for step, *_ in events] == [4, 5, 6, 7, 8, 9]  # from the checkpoint of the evaluation
     assert lines(tmp_path / "a") == lines(whole[0])
+
+
+def test_a_run_that_is_finished_early_is_finished_and_no_later_start_goes_on(ranks, whole, tmp_path):
+    events, finished = ranks(partial(train, early_at=8, signal_at=7), tmp_path / "run", world_size=2, timeout=120)[1]
+    assert finished and [step for step, *_ in events] == list(range(8)) and events[-1][4]
+    reason = "after step 8 of 10: accuracy is high enough"
+    assert summary(tmp_path / "run") | {"average": 0} == {"accuracy": 0.8, "seen": 56, "average": 0, "ended_early": reason}
+    assert lines(tmp_path / "run") == [line for line in lines(whole[0]) if line["step"] < 8]
+    (tmp_path / "run/summary.json").unlink()  # as if it had been killed before its report
+    before = lines(tmp_path / "run")
+    assert ranks(train, tmp_path / "run", world_size=1, timeout=120)[0] == ([], True)
+    assert summary(tmp_path / "run")["ended_early"] == reason and lines(tmp_path / "run") == before
+
+
+def test_a_run_whose_last_step_is_also_an_early_end_has_all_its_steps(tmp_path):
+    assert train(tmp_path / "run", early_at=10)[1] and "ended_early" not in summary(tmp_path / "run")
+
+
+def test_a_fingerprint_that_has_changed_is_refused_unless_the_run_begins_anew(ranks, tmp_path):
+    start = partial(train_and_catch, stop_after=5, every=0, evaluate_every=0)
+    ranks(partial(start, fingerprint="a", save=False), tmp_path / "run", world_size=2, timeout=120)  # it has no checkpoint
+    events, _ = ranks(partial(start, fingerprint="b"), tmp_path / "run", world_size=2, timeout=120)[0]
+    assert len(events) == 5
+    refused = ranks(partial(start, fingerprint="c"), tmp_path / "run", world_size=2, timeout=120)
+    words = "the data has changed since the run began (its fingerprint was b, now it is c)"
+    assert all(text.startswith("UserError: --run.dir") and words in text for text in refused)
+    again = partial(train, fingerprint="b", every=0, evaluate_every=0)
+    assert ranks(again, tmp_path / "run", world_size=2, timeout=120)[0][1]
 
 
 def test_a_body_that_forgets_to_save_is_told(tmp_path):

@@ -13,6 +13,7 @@ from unisono_models.training.distributed.object_collectives import (
     raise_together,
     validate_on_all_ranks,
 )
+from unisono_models.training.errors import UserError
 
 VALUES = {"text": "❤ naïve", "list": [1, 2.5, None, True], "nested": {"a": {"b": []}}, "exact": 0.1 + 0.2}
 
@@ -53,6 +54,30 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks):
 def test_without_other_ranks_an_error_is_raised_as_it_is():
     with pytest.raises(KeyError), raise_together("reading"):
         raise KeyError("x")
+
+
+def mistakes_together(texts):
+    rank = dist.get_rank()
+    try:
+        with raise_together("reading"):
+            if isinstance(texts[rank], Exception):
+                raise texts[rank]
+            if texts[rank]:
+                raise UserError(texts[rank])
+    except (UserError, RanksError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_mistakes_of_the_user_stay_mistakes_on_all_ranks(ranks):
+    for texts, expected in (
+        (["--a 1: no", "--a 1: no"], "UserError: --a 1: no"),
+        (["--a 1: no", ""], "UserError: --a 1: no"),  # rank 0 often works for all ranks
+        (["", "--a 1: no"], "UserError: rank 1: --a 1: no"),
+        (["no file x", "no file y"], "UserError: rank 0: no file x; rank 1: no file y"),
+        (["no", KeyError("x")], "RanksError: reading: rank 0: no; rank 1: KeyError: 'x'"),
+    ):
+        assert ranks(mistakes_together, texts, world_size=2) == [expected] * 2
 
 
 def validate(problems, descriptions):

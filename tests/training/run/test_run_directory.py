@@ -13,7 +13,7 @@ import pytest
 
 from unisono_models.training.config import CheckpointConfig, RunConfig
 from unisono_models.training.config.serialization import config_from_json, config_to_json
-from unisono_models.training.distributed.object_collectives import RanksError
+from unisono_models.training.errors import UserError
 from unisono_models.training.run import run_directory
 from unisono_models.training.run.provenance import cpu_model, versions
 from unisono_models.training.run.run_directory import config_differences, open_run, read_config, read_provenance
@@ -93,23 +93,23 @@ def test_given_directory_goes_on(tmp_path):
 
 def test_given_directory_with_another_config_is_rejected_and_the_fields_named():
     opened(with_run(dir=Path("here")))
-    with pytest.raises(FileExistsError, match=r"--run\.dir here .* rate \(0\.001 there, 0\.003 here\)") as caught:
+    with pytest.raises(UserError, match=r"--run\.dir here .* rate \(0\.001 there, 0\.003 here\)") as caught:
         opened(replace(with_run(dir=Path("here"), seed=7), rate=0.003))
     assert "run.seed (0 there, 7 here)" in str(caught.value) and "run.dir (" not in str(caught.value)
-    with pytest.raises(FileExistsError, match="holds a run of clip emoji, this is clip tiny"):
+    with pytest.raises(UserError, match="holds a run of clip emoji, this is clip tiny"):
         opened(with_run(dir=Path("here")), recipe="tiny")
 
 
 def test_given_directory_that_is_finished_or_no_run_is_rejected(tmp_path):
     opened(with_run(dir=Path("here"))).finish({})
-    with pytest.raises(FileExistsError, match="holds a finished run: choose another, or remove it"):
+    with pytest.raises(UserError, match="holds a finished run: choose another, or remove it"):
         opened(with_run(dir=Path("here")))
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos/cat.png").touch()
-    with pytest.raises(FileExistsError, match=r"not empty and not a run \(it has cat\.png\)"):
+    with pytest.raises(UserError, match=r"not empty and not a run \(it has cat\.png\)"):
         opened(with_run(dir=Path("photos")))
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError, match="is a file"):
+    with pytest.raises(UserError, match="is a file"):
         opened(with_run(dir=Path("file")))
 
 
@@ -125,7 +125,7 @@ def test_directory_that_a_kill_left_without_config_is_begun_anew(tmp_path):
 def test_broken_config_is_passed_over(tmp_path):
     (opened().path / "config.json").write_text("{")
     assert opened().path.name == "clip-emoji-2"
-    with pytest.raises(FileExistsError, match="config cannot be read"):
+    with pytest.raises(UserError, match="config cannot be read"):
         opened(with_run(dir=tmp_path / "runs/clip-emoji"))
 
 
@@ -136,7 +136,7 @@ def test_directory_in_use_by_another_process_is_rejected(tmp_path, monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", holder, str(path / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         child.stdout.readline()
-        with pytest.raises(BlockingIOError, match="in use by process"):
+        with pytest.raises(UserError, match="in use by process"):
             opened()
         child.kill()
         child.wait()
@@ -167,7 +167,7 @@ def all_ranks(folder):
     run.finish({"recall": 0.5})
     try:
         open_run(with_run(dir=run.path), model="clip", recipe="emoji", ranks=ranks)
-    except RanksError as error:
+    except UserError as error:
         return str(run.path), str(error)
     return None
 
@@ -176,7 +176,7 @@ def test_rank_0_decides_and_errors_reach_every_rank(ranks, tmp_path):
     found = ranks(all_ranks, str(tmp_path), world_size=3)
     assert len(set(found)) == 1
     path, error = found[0]
-    assert path == str(tmp_path / "runs/clip-emoji") and "rank 0: FileExistsError" in error and "finished run" in error
+    assert path == str(tmp_path / "runs/clip-emoji") and error.startswith("--run.dir ") and "finished run" in error
     assert sum(read_provenance(Path(path))["starts"][0]["hosts"].values()) == 3
 
 

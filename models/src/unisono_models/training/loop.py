@@ -15,12 +15,15 @@ from unisono_models.training.checkpoint.manager import Checkpoints
 from unisono_models.training.checkpoint.state_dict import Extra, Optimizers
 from unisono_models.training.config import CheckpointConfig, RunConfig
 from unisono_models.training.distributed.launch import Ranks, start_ranks
-from unisono_models.training.distributed.object_collectives import Json
+from unisono_models.training.distributed.object_collectives import Json, broadcast_object
 from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.errors import UserError, note_run_directory
 from unisono_models.training.run.log import RunLog
 from unisono_models.training.run.preemption import StopSignal
 from unisono_models.training.run.run_directory import RunDirectory, open_run
 from unisono_models.training.schedule import is_due
+
+_OWN_STATE = "loop"  # the loop's own entry in the state of a checkpoint
 
 
 class TrainingConfig(Protocol):
@@ -59,6 +62,7 @@ def start_session(config: TrainingConfig, *, model: str, recipe: str) -> Iterato
         StopSignal() as stop_signal,
         Watchdog(ranks, timeout=timeout) as watchdog,
         open_run(config, model=model, recipe=recipe, ranks=ranks) as directory,
+        note_run_directory(directory.path),
     ):
         yield Session(config, ranks, directory, watchdog, stop_signal)
 
@@ -103,6 +107,8 @@ class TrainingLoop:
         """How many steps the run has taken."""
         self.stopping = False
         """Whether the iteration ends after this step although the run is not finished: the same on all ranks."""
+        self.ended_early: str | None = None
+        """Why the run was finished before its last step, if `finish_early` was called, now or in an earlier start."""
         self._session, self._model, self._optimizers, self._extra = session, model, optimizers, extra
         self._logged = self._saved = True
 
@@ -117,8 +123,8 @@ class TrainingLoop:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has taken all its steps."""
-        return self.done >= self.steps
+        """Whether the run has taken all its steps, or was finished early."""
+        return self.done >= self.steps or self.ended_early is not None
 
     @property
     def log_due(self) -> bool:
@@ -148,6 +154,7 @@ class TrainingLoop:
             loaded = self._checkpoints.load(self._model, self._optimizers, extra=self._extra)
             if loaded is not None:
                 self.first_step, self.state = loaded
+                self._note_early_end(self.state.pop(_OWN_STATE, {}).get("ended_early"))
             self.done = self.first_step
             self._stack = stack.pop_all()
         return self
@@ -166,20 +173,22 @@ class TrainingLoop:
     def __iter__(self) -> Iterator[int]:
         if self.first_step:
             self.say(f"continuing at step {self.first_step:,}")
-        for step in range(self.first_step, self.last_step):
+        for step in range(self.first_step, self.first_step if self.finished else self.last_step):
             self._logged = self._saved = False
             yield step
             if not self._logged:
                 raise RuntimeError(f"TrainingLoop: step {step} was not logged: call log once in each step")
             if self.checkpoint_due and not self._saved:
                 raise RuntimeError(f"TrainingLoop: step {step} was not saved: call save if checkpoint_due")
-            if self.stopping:
+            if self.stopping or self.finished:
                 break
         saved = self._checkpoints.wait()
         if not self.finished:
             if not saved:
-                raise SystemExit(f"stopped after step {self.done:,} of {self.steps:,}, which could not be saved")
+                raise UserError(f"stopped after step {self.done:,} of {self.steps:,}, which could not be saved")
             self.say(f"stopped after step {self.done:,} of {self.steps:,}; the same command continues the run")
+        elif self.ended_early is not None:
+            self.say(f"ended early {self.ended_early}")
 
     def log(self, values: Mapping[str, Tensor | float], *, samples: int) -> None:
         """End the step: log the `values` of the global batch, whose size is `samples`, and ask whether to stop."""
@@ -208,8 +217,26 @@ class TrainingLoop:
         The checkpoint with the highest `score` is kept, however old. A save that fails is reported and does not end training.
         """
         self._log.flush()  # the next start begins after the checkpoint: all lines before it have to be on the disk
-        self._checkpoints.save(self.done, self._model, self._optimizers, state, score=score, extra=self._extra)
+        own = {} if self.ended_early is None else {_OWN_STATE: {"ended_early": self.ended_early}}
+        self._checkpoints.save(self.done, self._model, self._optimizers, {**state, **own}, score=score, extra=self._extra)
         self._saved = True
+
+    def finish_early(self, reason: str) -> None:
+        """Make the step that was just logged the last one of the run, which then counts as finished.
+
+        Call it between `record` and `save`, on every rank in the same step: what decides has to be the same on all ranks, as
+        global metrics are. `reason` is part of a sentence, such as "valid/auc has not improved in 3 evaluations".
+        summary.json gets it under "ended_early", with the step. A later start of the run does not go on, whatever its
+        --run.steps are: a longer run would have ended at the same step.
+        """
+        if self.done < self.steps:
+            self._note_early_end(f"after step {self.done:,} of {self.steps:,}: {broadcast_object(reason)}")
+            self.stopping = False  # a signal in the same step has nothing left to stop
+
+    def _note_early_end(self, text: str | None) -> None:
+        self.ended_early = text
+        if text is not None:
+            self._session.directory.remarks["ended_early"] = text
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""

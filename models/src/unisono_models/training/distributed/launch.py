@@ -1,6 +1,7 @@
 """How a process joins the other ranks, chooses its device, and ends."""
 
 import ctypes
+import hashlib
 import os
 import signal
 import threading
@@ -11,14 +12,18 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from unisono.collectives.sizes import even_sizes
-from unisono_models.training.distributed.rendezvous import wait_for_ranks
+from unisono_models.training.distributed.rendezvous import call_within, wait_for_ranks
+from unisono_models.training.errors import UserError
 
 _MIN_START_TIMEOUT = 300.0  # seconds for all ranks to start: a cold file system delays some of them
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_RANK_0_FIRST = 1.0  # seconds in which rank 0 says that it has the same mistake
+_STORE_SECONDS = 3.0  # for an answer of the store after a rank has failed
 _EXIT_SECONDS = 10  # after which a rank that has failed is killed if it has not ended
 
 
@@ -97,6 +102,8 @@ def start_ranks(*, timeout: float = 600.0) -> Iterator[Ranks]:
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             _end_soon(error)
+            if isinstance(error, UserError):
+                error.printed_by = _choose_printer(str(error), rank)
             raise
         dist.destroy_process_group()
         raise
@@ -127,12 +134,30 @@ def _device(local_rank: int, size: int) -> torch.device:
     if size > 1 and dist.get_default_backend_for_device(accelerator.type) == "gloo":
         return torch.device("cpu")  # it has no backend of its own (mps), and gloo takes only CPU tensors
     if local_rank >= torch.accelerator.device_count():
-        raise RuntimeError(
-            f"start_ranks: local rank {local_rank} has no device: there are {torch.accelerator.device_count()} of type "
-            f"{accelerator.type}. Start torchrun with at most that --nproc-per-node, or hide the devices to use CPUs"
+        raise UserError(
+            f"local rank {local_rank} has no device: this host has {torch.accelerator.device_count()} of type "
+            f"{accelerator.type}. Start at most that many ranks on it (--nproc-per-node), or hide the devices to use CPUs"
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
+
+
+def _choose_printer(text: str, rank: int) -> int:
+    """Return the rank that prints a mistake: rank 0 if it has made the same one, otherwise the first that comes."""
+    if not dist.is_initialized():
+        return rank
+    store, key = _get_default_store(), f"user-error/{hashlib.sha256(text.encode()).hexdigest()}"
+
+    def choose() -> int:
+        if rank:
+            with suppress(dist.DistStoreError):
+                store.wait([key], timedelta(seconds=_RANK_0_FIRST))
+        return int(store.compare_set(key, "", str(rank)))
+
+    try:
+        return call_within(_STORE_SECONDS, choose)
+    except TimeoutError:
+        return rank
 
 
 def _keep_freed_memory() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from unisono.collectives import Group, all_gather, exchange_sizes
 from unisono.collectives.groups import resolve_group
+from unisono_models.training.errors import UserError
 
 Json: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts (with str keys) of these
 
@@ -47,20 +48,32 @@ def raise_together(what: str, *, group: Group = None) -> Iterator[None]:
     Use it for work that does not communicate, such as reading files: otherwise the other ranks would wait for the one that
     failed. `what` names the work in the error.
 
-    Raises: RanksError that names the ranks and their errors. With one rank its own error is raised as it is.
+    Raises: UserError if all errors are UserErrors; otherwise RanksError that names the ranks and their errors. With one rank
+    its own error is raised as it is.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    if resolve_group(group).size == 1:
+    size = resolve_group(group).size
+    if size == 1:
         if error is not None:
             raise error
         return
-    errors = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", group=group)
-    if any(errors):
-        raise RanksError(f"{what}: {format_by_rank(dict(enumerate(errors)))}") from error
+    is_mistake = isinstance(error, UserError)
+    mine = None if error is None else [is_mistake, str(error) if is_mistake else f"{type(error).__name__}: {error}"]
+    found = {rank: entry for rank, entry in enumerate(all_gather_object(mine, group=group)) if entry is not None}
+    if not found:
+        return
+    texts = {rank: text for rank, (_, text) in found.items()}
+    if not all(mistake for mistake, _ in found.values()):
+        raise RanksError(f"{what}: {format_by_rank(texts)}") from error
+    everywhere = len(set(texts.values())) == 1 and (len(texts) == size or set(texts) == {0})  # rank 0 works for all ranks
+    text = texts[0] if everywhere else format_by_rank(texts)
+    if error is not None and str(error) == text:
+        raise error
+    raise UserError(text) from None
 
 
 def validate_on_all_ranks(what: str, problem: str, *, same: str, value: Json = None, group: Group = None) -> list[Json]:

@@ -9,11 +9,38 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+T = TypeVar("T")
 _POLL_SECONDS = 0.01
+
+
+def call_within(seconds: float, call: Callable[[], T]) -> T:
+    """Return what `call`, which asks the store, returns.
+
+    It runs in a thread, which is left behind after `seconds`: if the network is cut, calls of the store wait longer than their
+    own timeout.
+
+    Raises: TimeoutError if there is no answer in time, or none at all.
+    """
+    answers: list[T] = []
+
+    def run() -> None:
+        with suppress(Exception):  # a closed connection is no answer either
+            answers.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not answers:
+        raise TimeoutError(f"the store did not answer within {seconds:g} s")
+    return answers[0]
 
 
 def wait_for_ranks(store: Store, *, rank: int, size: int, timeout: float) -> Store:

@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import RanksError
+from unisono_models.training.distributed.rendezvous import call_within
 
 T = TypeVar("T")
 _MOST_LINES = 8  # of ranks that a message lists one by one
@@ -83,27 +84,16 @@ class StatusBoard:
     def within(self, call: Callable[[], T]) -> T:
         """Return what `call` returns.
 
-        It runs in a thread, which is left behind after `patience` seconds: if the network is cut, calls of the store wait
-        longer than their own timeout.
-
-        Raises: TimeoutError if the store does not answer.
+        Raises: TimeoutError if the store does not answer within `patience` seconds.
         """
-        answers: list[T] = []
-
-        def run() -> None:
-            with suppress(Exception):  # a closed connection is no answer either
-                answers.append(call())
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(self.patience)
-        if not answers:
+        try:
+            return call_within(self.patience, call)
+        except TimeoutError:
             where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
             raise TimeoutError(
                 f"the store at {where} does not answer: its host or its torchrun is down, or the network to it is cut. "
                 "So the state of the other ranks is unknown"
-            )
-        return answers[0]
+            ) from None
 
 
 def describe_missing_ranks(

@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol, TypeVar
 
 from unisono_models.training.checkpoint.atomic_file import PART, atomic_write
+from unisono_models.training.checkpoint.manifest import list_steps
 from unisono_models.training.config import RunConfig
 from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
-from unisono_models.training.distributed.object_collectives import Json, all_gather_object, broadcast_object, raise_together
+from unisono_models.training.distributed.object_collectives import (
+    Json,
+    all_gather_object,
+    broadcast_object,
+    format_by_rank,
+    raise_together,
+)
+from unisono_models.training.errors import UserError
 from unisono_models.training.run.provenance import describe_start
 
 WAIT = 10.0  # seconds: a run that was stopped may be about to end
@@ -26,7 +34,7 @@ def lock_run(path: Path) -> IO[str] | None:
 
     Returns None where locks are not available: on some network file systems, and on systems without POSIX.
 
-    Raises: BlockingIOError that names the process that holds the lock.
+    Raises: UserError that names the process that holds the lock.
     """
     try:
         import fcntl
@@ -43,8 +51,7 @@ def lock_run(path: Path) -> IO[str] | None:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 file.close()
-                text = f"open_run: {path} is in use by {holder}: wait for it, stop it, or choose another --run.dir"
-                raise BlockingIOError(text) from error
+                raise UserError(f"{path} is in use by {holder}: wait for it, stop it, or choose another --run.dir") from error
             time.sleep(0.2)
         except OSError:
             file.close()
@@ -87,6 +94,8 @@ class RunDirectory:
     first: bool
     """Whether this is rank 0, which writes the files."""
     lock: IO[str] | None = field(default=None, repr=False, compare=False)
+    remarks: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """What `finish` adds to the metrics in summary.json, such as why the run ended early."""
 
     @property
     def checkpoints(self) -> Path:
@@ -108,8 +117,38 @@ class RunDirectory:
         """Write summary.json: the run is finished, and will not be continued. Call it last, on every rank."""
         with raise_together("RunDirectory.finish"):
             if self.first:
-                atomic_write(self.path / "summary.json", _pretty(dict(summary)))
+                atomic_write(self.path / "summary.json", _pretty({**summary, **self.remarks}))
             self.close()
+
+    def check_fingerprint(self, name: str, fingerprint: str) -> None:
+        """Refuse to continue the run if `fingerprint`, a hash of what its weights depend on, is not that of its first start.
+
+        The first start records it in provenance.json under `name`, such as "tokenizer" or "data". A run that has no checkpoint
+        yet begins anew, and records what it finds. All ranks call this, at any time in the session, with the same fingerprint.
+
+        Raises: UserError on all ranks if the fingerprint has changed, or if the ranks have different ones.
+
+        Example:
+            session.directory.check_fingerprint("tokenizer", hashlib.sha256(tokenizer.to_json().encode()).hexdigest())
+        """
+        given = all_gather_object(fingerprint)
+        if len(set(given)) > 1:
+            raise UserError(f"The ranks have different versions of the {name}: {format_by_rank(dict(enumerate(given)))}")
+        recorded = None
+        with raise_together("check_fingerprint"):
+            if self.first:
+                provenance = read_provenance(self.path)
+                recorded = provenance["fingerprints"].get(name) if list_steps(self.checkpoints) else None
+                if recorded is None:
+                    provenance["fingerprints"][name] = fingerprint
+                    atomic_write(self.path / "provenance.json", _pretty(provenance))
+        recorded = broadcast_object(recorded)
+        if recorded not in (None, fingerprint):
+            raise UserError(
+                f"--run.dir {self.path}: the {name} has changed since the run began (its fingerprint was {recorded[:16]}, now "
+                f"it is {fingerprint[:16]}): the trained weights would mean something else. Restore the {name}, or choose "
+                "another --run.dir"
+            )
 
     def close(self) -> None:
         """Release the lock: another process may continue the run."""
@@ -130,8 +169,8 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
     that is free or has an unfinished run of the same config. The number of ranks may differ from that of the earlier start.
     Every rank calls this; rank 0 decides.
 
-    Raises: on all ranks, FileExistsError if config.run.dir has a finished run, a run of another config (it names the fields),
-    or something else; BlockingIOError if another process uses it. With several ranks it is a RanksError that says so.
+    Raises: UserError, on all ranks, if config.run.dir has a finished run, a run of another config (it names the fields), or
+    something else; or if another process uses it.
 
     Example:
         run = open_run(config, model="clip", recipe="emoji", ranks=ranks)
@@ -149,9 +188,9 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
                 atomic_write(path / "config.json", _pretty(saved))
             for name in ("plots", "samples", "checkpoints", "export"):
                 (path / name).mkdir(exist_ok=True)
-            starts = read_provenance(path)["starts"] if resumes else []
-            starts.append(describe_start(world_size=ranks.world_size, hosts=hosts))
-            atomic_write(path / "provenance.json", _pretty({"seed": config.run.seed, "starts": starts}))
+            provenance = read_provenance(path) | {"seed": config.run.seed}
+            provenance["starts"].append(describe_start(world_size=ranks.world_size, hosts=hosts))
+            atomic_write(path / "provenance.json", _pretty(provenance))
     path, resumes = broadcast_object([str(path), resumes])
     return RunDirectory(Path(path), resumes, ranks.first, lock)
 
@@ -176,12 +215,16 @@ def read_config(path: Path) -> Json:
 
 
 def read_provenance(path: Path) -> Json:
-    """Read provenance.json of the run directory `path`: {"seed": …, "starts": […]}, with no starts if it cannot be read."""
+    """Read provenance.json of the run directory `path`: {"seed": …, "starts": […], "fingerprints": {…}}.
+
+    If it cannot be read, it has no starts and no fingerprints.
+    """
     try:
         found = json.loads((path / "provenance.json").read_text())
     except (OSError, ValueError):
         found = None
-    return found if isinstance(found, dict) and isinstance(found.get("starts"), list) else {"seed": None, "starts": []}
+    found = found if isinstance(found, dict) and isinstance(found.get("starts"), list) else {"seed": None, "starts": []}
+    return found | {"fingerprints": fingerprints if isinstance(fingerprints := found.get("fingerprints"), dict) else {}}
 
 
 def _take(given: Path | None, saved: Json) -> tuple[Path, bool, IO[str] | None]:
@@ -203,7 +246,7 @@ def _choose(given: Path | None, saved: Json) -> tuple[Path, bool]:
         path = Path(given).absolute()
         obstacle = _obstacle(path, saved)
         if obstacle:
-            raise FileExistsError(f"open_run: --run.dir {given} {obstacle}")
+            raise UserError(f"--run.dir {given} {obstacle}")
         return path, (path / "config.json").exists()
     number = 1
     while True:
@@ -269,7 +312,7 @@ def _pretty(value: Json) -> str:
 T = TypeVar("T")
 
 
-class RunError(ValueError):
+class RunError(UserError):
     """There is no finished run, or its model cannot do what a command wants. The message says what to do."""
 
 

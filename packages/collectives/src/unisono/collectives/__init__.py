@@ -10,12 +10,14 @@ from unisono.collectives.functional.gather import all_gather, gather
 from unisono.collectives.functional.reduce import all_reduce, average_gradient, global_mean, reduce, reduce_scatter
 from unisono.collectives.functional.scatter import broadcast, scatter
 from unisono.collectives.groups import Group
+from unisono.collectives.launch import LaunchEnv, init_distributed, read_launch_env
 from unisono.collectives.ring import Ring
 from unisono.collectives.sizes import exchange_sizes
 from unisono.collectives.traffic import Traffic, count_bytes
 
 __all__ = [
     "Group",
+    "LaunchEnv",
     "MismatchError",
     "Ring",
     "Traffic",
@@ -30,6 +32,8 @@ __all__ = [
     "exchange_sizes",
     "gather",
     "global_mean",
+    "init_distributed",
+    "read_launch_env",
     "reduce",
     "reduce_scatter",
     "scatter",
