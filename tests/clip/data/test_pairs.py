@@ -67,5 +67,5 @@ def test_first_broken_pair_does_not_end_a_run():
     skipped.check(0.01)
     with pytest.raises(ValueError, match="1 of 2"):
         skipped.check(0.01, at_least=0)
-    with pytest.raises(ValueError, match=r"threshold=1\.5"):
+    with pytest.raises(ValueError, match=r"--data.max-broken 1\.5 must be"):
         skipped.check(1.5)

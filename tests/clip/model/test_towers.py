@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from tests.clip.small_clip import BERT
+from unisono.collectives.groups import resolve_group
+from unisono.dataparallel import sync_gradients
 from unisono_models.clip.config import ImageConfig, TextConfig
 from unisono_models.clip.model.towers import ImageTower, TextTower
 from unisono_models.clip.model.trunks import load_package_weights
@@ -27,6 +29,9 @@ ENCODERS = {
     "roberta": {"model_type": "roberta", **SIZES},
     "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2},
     "llama": {"model_type": "llama", **SIZES},
+    "modernbert": {"model_type": "modernbert", **SIZES},  # its special tokens have numbers above 50,000
+    "albert": {"model_type": "albert", **SIZES, "embedding_size": 8},
+    "qwen2": {"model_type": "qwen2", **SIZES, "num_key_value_heads": 2},
 }
 
 
@@ -86,6 +91,75 @@ def test_image_tower_normalizes_by_the_model_s_own_config(empty):
 def test_pooled_tower_needs_rows_of_features():
     with pytest.raises(ValueError, match=r"test_vit gives \(1, 17, 64\) for one image.*pooling"):
         image_tower(kwargs={"global_pool": "", "img_size": 32, "patch_size": 8})
+
+
+# Name, and the size of image that the trunk gets: each is made for 32 pixels, or takes any size, or has its images resized.
+FAMILIES = {
+    "test_resnet": 32,
+    "test_convnext": 32,
+    "test_efficientnet": 32,
+    "ghostnet_050": 32,
+    "vit_tiny_patch16_224": 32,
+    "test_mambaout": 32,
+    "regnetx_002": 32,
+    "resmlp_12_224": 32,
+    "levit_128s": 32,
+    "edgenext_xx_small": 32,
+    "maxvit_rmlp_pico_rw_256": 32,
+    "efficientformer_l1": 224,
+    "eva02_tiny_patch14_224": 32,
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tower_of_any_family_is_made_and_trained_by_its_name_alone(name):
+    """Batch norm, fixed sizes, dropout by F.dropout and unused parameters: each made one of these fail."""
+    tower = image_tower(name)
+    assert tower.size == (FAMILIES[name],) * 2
+    replace_dropout(tower).train()
+    optimizer = torch.optim.AdamW([p for p in tower.parameters() if p.requires_grad], lr=1e-3)
+    images = torch.rand(3, 3, 32, 32)
+    for step in range(2):
+        with use_dropout_keys(dropout_keys(0, step, torch.arange(3))):
+            out = tower(images)
+        assert out.shape == (3, 8) and out.isfinite().all()
+        out.square().sum().backward()
+        assert not without_gradient(tower)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(0)
+    alone = timm.create_model(name, num_classes=0, **tower.config.kwargs)  # what the export says is what was made
+    assert alone.state_dict().keys() == tower.trunk.state_dict().keys()
+
+
+def sync_step(rows):
+    """The features and gradients of some rows in one step, with batch norm over all ranks, in float64."""
+    tower = image_tower("test_resnet", kwargs={"drop_path_rate": 0.2}).double()
+    assert tower.syncs_batch_norm
+    replace_dropout(tower).train()
+    images = torch.rand(7, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weight = torch.rand(7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    start = sum(rows[: resolve_group(None).rank])
+    mine = slice(start, start + rows[resolve_group(None).rank])
+    with use_dropout_keys(dropout_keys(0, 0, torch.arange(7)[mine])):
+        out = tower(images[mine])
+    (out * weight[mine]).sum().backward()
+    sync_gradients(tower.parameters(), reduce="sum")
+    buffers = {name: buffer for name, buffer in tower.named_buffers() if "running" in name}
+    return out.detach(), {name: p.grad for name, p in tower.named_parameters()}, buffers
+
+
+@pytest.mark.parametrize("rows", [[4, 3], [7, 0], [2, 0, 5]])
+def test_batch_norm_of_any_split_is_that_of_one_rank(ranks, rows):
+    """A rank without images takes part, and the row that it runs through the trunk does not count."""
+    out, gradients, buffers = sync_step([7])
+    found = ranks(sync_step, rows, world_size=len(rows))
+    torch.testing.assert_close(torch.cat([each for each, _, _ in found]), out, rtol=1e-9, atol=1e-11)
+    for _, other_gradients, other_buffers in found:
+        for name, value in gradients.items():
+            torch.testing.assert_close(other_gradients[name], value, rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+        for name, value in buffers.items():
+            torch.testing.assert_close(other_buffers[name], value, rtol=1e-10, atol=1e-12)
 
 
 def test_batch_norm_is_refused():
@@ -203,6 +277,58 @@ def test_package_weights_must_be_of_the_same_model():
         image_tower(pretrained="package:os")  # a module, which has no folder
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "resnt18"}, r"--model.image.model resnt18: timm has no such model. Did you mean resnet18"),
+        (
+            {"model": "test_resnet", "kwargs": {"patch_size": 2}},
+            r"--model.image.kwargs .*patch_size.*test_resnet does not take them",
+        ),
+        ({"model": "test_vit", "maps": (9,)}, r"--model.image.maps 9: test_vit does not have these stages"),
+        (
+            {"kwargs": {"checkpoint_path": "/tmp/x.pth"}},
+            r"checkpoint_path cannot be set here. Use --model.image.pretrained FILE",
+        ),
+        ({"kwargs": {"norm_layer": {"a": 1}}}, r"--model.image.kwargs: norm_layer: {'a': 1} must be a number"),
+        ({"kwargs": {"cache_dir": "/tmp"}}, r"--model.image.kwargs: cache_dir: '/tmp' must be a number"),
+        (
+            {"model": "test_resnet", "pretrained": LITE0},
+            r"these weights are of another model than test_resnet: they are 247 tensors",
+        ),
+    ],
+)
+def test_mistakes_with_image_towers_name_the_option(options, message):
+    with pytest.raises(UserError, match=message):
+        image_tower(**options)
+
+
+def test_file_of_other_weights_says_so(tmp_path):
+    save_file({"a": torch.zeros(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match=r"other.safetensors: these weights do not fit --model.image.model test_vit"):
+        image_tower(pretrained=str(tmp_path / "other.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_hub_that_cannot_be_reached_is_one_sentence(monkeypatch, caplog, kind):
+    """It was 314 lines. Here the client fails at once instead of after its retries."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
+    make = {
+        "image": lambda: image_tower("test_vit", pretrained="timm"),
+        "text": lambda: TextTower(TextConfig("nobody/no-such-model"), 8, vocabulary=20),
+    }
+    with pytest.raises(UserError) as error:
+        make[kind]()
+    option = (
+        "--model.image.pretrained timm: the weights of test_vit"
+        if kind == "image"
+        else "--model.text.model nobody/no-such-model: "
+    )
+    assert str(error.value).startswith(option) and "\n" not in str(error.value) and len(str(error.value)) < 600
+    assert "Without a network, give a f" in str(error.value) and not caplog.records
+
+
 def test_local_file_of_weights_is_loaded_as_timm_does(tmp_path):
     torch.manual_seed(7)
     kwargs = {"img_size": 32, "patch_size": 8}
@@ -241,7 +367,7 @@ def test_pooling_is_the_plain_one(pooling):
 
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_padding_changes_no_features_of_any_encoder(kind):
-    tower = replace_dropout(text_tower(ENCODERS[kind], pooling="last" if kind in ("gpt2", "llama") else "mean")).eval()
+    tower = replace_dropout(text_tower(ENCODERS[kind], pooling="last" if kind in ("gpt2", "llama", "qwen2") else "mean")).eval()
     together = tower(TOKENS)
     wider = F.pad(TOKENS, (0, 5), value=-1)
     torch.testing.assert_close(tower(wider), together, rtol=1e-5, atol=1e-6)

@@ -169,6 +169,9 @@ class DataConfig:
     concept: str | None = None
     """Files: the column, or the field of a tar's .json, that is equal for pairs that show the same thing. None: pairs with
     equal captions have the same concept."""
+    root: str | None = None
+    """Files: the folder that the paths of images in a CSV, TSV or parquet file are relative to, and must not lead out of. For
+    absolute paths, give the folder that contains all images. None: the folder of the file."""
     held_out: float = 0.05
     """Files: the fraction of the concepts that is held out for evaluation."""
     workers: int = 0
@@ -184,6 +187,9 @@ class AugmentConfig:
     The defaults are for large sets of photographs: a slight crop.
     """
 
+    crop: tuple[float, float] = (1.0, 1.0)
+    """The smallest and the largest part of the image that is kept, as a fraction of its area, at a random place. `stretch` then
+    changes the shape of this part, and no border is filled. 1 1 keeps the whole image."""
     rotate: float = 0.0
     """The largest rotation in degrees, in either direction."""
     zoom: tuple[float, float] = (1.0, 1.1)

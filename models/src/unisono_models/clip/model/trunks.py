@@ -67,6 +67,18 @@ def check_pretrained_towers(config: ClipConfig) -> None:
         )
 
 
+def describe_towers(config: ClipConfig) -> str:
+    """Describe the towers in one line: which models, with which weights, and what is trained."""
+    image, text = config.image, config.text
+    weights = f"weights of {image.pretrained}" if image.pretrained else "random weights"
+    kwargs = f" {json.dumps(image.kwargs)}" if image.kwargs else ""
+    words = f"{text.model}" if text.model else f"{text.config.get('model_type')} with random weights"
+    return (
+        f"image tower: {image.model}{kwargs} at {image.size} pixels, {weights}, {'frozen' if image.frozen else 'trained'}; "
+        f"text tower: {words}, {'frozen' if text.frozen else 'trained'}"
+    )
+
+
 def make_image_trunk(config: ImageConfig) -> ImageTrunk:
     """Make the timm model of `config`, so that it takes images of `config.size` if it can.
 
@@ -103,7 +115,7 @@ def _remove_dropout(model: Any, kwargs: Mapping[str, Any]) -> None:
 
     A few models call F.dropout before their classifier, and some drop out entries of a table of relative positions.
     """
-    if "drop_rate" not in kwargs and getattr(model, "drop_rate", 0.0):
+    if "drop_rate" not in kwargs and getattr(model, "drop_rate", None):
         model.drop_rate = 0.0
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Dropout) and {"rel_pos", "meta_mlp"} & set(name.split(".")):
@@ -159,7 +171,7 @@ def _create(config: ImageConfig, kwargs: Mapping[str, Any]) -> Any:
         )
     overlay: dict[str, Any] = {"pretrained_cfg_overlay": {"file": given}} if from_file else {}
     try:
-        with _quiet_downloads():
+        with _quiet_downloads(), _collect_missing_tensors() as missing:
             model: Any = timm.create_model(name, pretrained=from_file or given == "timm", num_classes=0, **overlay, **kwargs)
     except TypeError as error:
         if not kwargs:
@@ -179,6 +191,11 @@ def _create(config: ImageConfig, kwargs: Mapping[str, Any]) -> Any:
         ) from error
     if packaged:
         load_package_weights(model, given, name=name)
+    if 2 * len(missing) > len(model.state_dict()):  # timm itself would only log it, and leave random weights
+        raise UserError(
+            f"--model.image.pretrained {given}: these weights do not fit --model.image.model {name}: "
+            f"{len(missing)} of its {len(model.state_dict())} tensors are not there, such as {missing[0]}"
+        )
     return model
 
 
@@ -387,6 +404,28 @@ def _quiet_downloads() -> Iterator[None]:
     try:
         yield
     finally:
+        log.setLevel(before)
+
+
+@contextmanager
+def _collect_missing_tensors() -> Iterator[list[str]]:
+    """List the tensors of a model that timm finds in no file of weights. It tells only its log."""
+    missing: list[str] = []
+
+    class Collect(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            if record.getMessage().startswith("Missing keys ("):
+                missing.extend(record.getMessage().partition("(")[2].partition(")")[0].split(", "))
+            return record.levelno >= logging.ERROR
+
+    log, collect = logging.getLogger("timm.models._builder"), Collect()
+    before = log.level
+    log.setLevel(logging.INFO)
+    log.addFilter(collect)
+    try:
+        yield missing
+    finally:
+        log.removeFilter(collect)
         log.setLevel(before)
 
 
