@@ -40,7 +40,8 @@ def write_run_report(
     skip_report = skipped.report()
     notes = [skip_report, *unread_tests(metrics, datasets), *describe_sizes(config.data, datasets)]
     images = features = None
-    if dataset.example_queries:
+    queries = dataset.choose_example_queries()
+    if queries:
         images = dataset.gallery(size=encoder.size, limit=SEARCHED)
         features = encoder.encode_all_images(images.pairs).float().cpu()
         if len(features) < len(images.pairs):  # some cannot be read: rank 0 encodes the others by itself
@@ -51,7 +52,7 @@ def write_run_report(
             clip.save_pretrained(run.export)
             if images is not None:
                 gallery = Gallery.build(clip, images, cache=run.path / "gallery.safetensors", features=features)
-                draw_searches(gallery, dataset.example_queries, run.samples / "search.png")
+                draw_searches(gallery, queries, run.samples / "search.png")
     samples = [ReportImage(run.samples / "search.png", "Queries, and the images that the model finds for them")]
     rows = metric_rows(metrics)
     write_report(
@@ -69,7 +70,7 @@ def write_run_report(
         for note in notes:
             if not note.startswith("0 of "):  # nothing was skipped
                 print(note)
-        folder, query = shlex.quote(str(run.path)), shlex.quote(next(iter(dataset.example_queries), "words"))
+        folder, query = shlex.quote(str(run.path)), shlex.quote(next(iter(queries), "words"))
         search, serve = f"unisono_models.clip search {folder} {query}", f"unisono_models.clip serve {folder}"
         print_next_commands(run, {"Search": search, "Search page": serve})
     run.finish(metrics)  # last: a finished run is never run again

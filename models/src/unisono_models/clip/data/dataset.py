@@ -132,6 +132,10 @@ class ClipDataset(ABC):
     def build_datasets(self, *, size: int, seed: int, ranks: Ranks) -> Datasets:
         """Open the data, with images of `size` pixels. All ranks call it together."""
 
+    def choose_example_queries(self) -> tuple[str, ...]:
+        """Choose the searches that the report shows. All ranks call it together, after `build_datasets`."""
+        return self.example_queries
+
     def gallery(self, *, size: int, limit: int = 20_000) -> GalleryImages:
         """Open the images to search, at most about `limit` of them. `size`: the pixels that the model sees.
 

@@ -39,8 +39,7 @@ class FileDataset(ClipDataset):
         pairs = self._open()
         chosen, whole_concepts = _choose_held_out(pairs, self.config.held_out, seed)
         train, held_out = _divide(pairs, chosen)
-        with raise_together("FileDataset"):
-            self.example_queries = choose_queries(held_out, 7) or choose_queries(train, 7)
+        self._held_out = held_out
         captions = SampledCaptions(train, TOKENIZER_CAPTIONS)
         share = f"{len(held_out):,} of the {len(pairs):,} pairs of {self.config.source}"
         about = "none of their captions was" if whole_concepts else "there are few different captions, so theirs were"
@@ -51,6 +50,11 @@ class FileDataset(ClipDataset):
             tests={"held_out": RetrievalTest(held_out, description=f"{share}; {about} trained on")},
             notes=train.notes,
         )
+
+    def choose_example_queries(self) -> tuple[str, ...]:
+        """Choose captions that were not trained on."""
+        with raise_together("FileDataset"):
+            return choose_queries(self._held_out, 7)
 
     def gallery(self, *, size: int, limit: int = 20_000) -> GalleryImages:
         pairs = self._open()

@@ -130,16 +130,22 @@ class TextTower(nn.Module):
             self.trunk.requires_grad_(False).eval()
         tokens = next(self.trunk.parameters()).new_zeros(2, 1, dtype=torch.int64)
         name = describe_text_model(config, trunk.config)
+        if tokens.device.type == "cpu":  # transformers looks into the tokens, and others have no content yet
+            self._try(tokens, name)
+        _check_randomness(self, tokens, name)
+
+    def _try(self, tokens: Tensor, name: str) -> None:
+        """Encode some tokens. Also freeze parameters that the features do not depend on, as in the image tower."""
         was_training = self.trunk.training
+        self.trunk.eval()
         try:
-            with torch.set_grad_enabled(not config.frozen):
-                features = self.train(False).encode(tokens)
+            with torch.set_grad_enabled(not self.frozen):
+                features = self.encode(tokens)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{name}: it is no encoder of text: {error}. Choose another, such as bert") from error
-        if not config.frozen:
+        if not self.frozen:
             _freeze_unused(self.trunk, features)
-        self.train().trunk.train(was_training)
-        _check_randomness(self, tokens, name)
+        self.trunk.train(was_training)
 
     @property
     def features(self) -> int:
@@ -213,7 +219,9 @@ def make_head(features: int, hidden: int, width: int, dropout: float) -> nn.Sequ
 def _freeze_unused(trunk: nn.Module, features: Tensor) -> None:
     """Freeze the parameters that `features` do not depend on."""
     parameters = [parameter for parameter in trunk.parameters() if parameter.requires_grad]
-    for parameter, found in zip(parameters, grad(features.sum(), parameters, allow_unused=True), strict=True):
+    with torch.enable_grad():
+        found_gradients = grad(features.sum(), parameters, allow_unused=True)
+    for parameter, found in zip(parameters, found_gradients, strict=True):
         parameter.requires_grad_(found is not None)
 
 
