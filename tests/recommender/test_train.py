@@ -185,7 +185,7 @@ def train_and_catch(directory, *args):
         (["--data.source", "/nowhere/day_*"], "/nowhere/day_"),
         (["--data.features", "user_id", "rating"], "rating is the label that the model predicts"),
         (["--data.features", "timestamp"], "at least one has to be of ids"),
-        (["--data.test", "elsewhere"], "atomic files are split by data.parts"),
+        (["--data.test", "elsewhere"], "--data.test elsewhere: only click logs can have another test set"),
         (["--parallel.kind", "fsdp"], "must be ddp"),
         (["--model.kind", "two_tower", "--model.users", "age"], "the first has to be user_id and item_id"),
     ],

@@ -118,6 +118,6 @@ def test_run_does_not_continue_on_changed_data(days, tmp_path):
 
 
 def test_too_few_lines_say_what_to_do(days, tmp_path):
-    assert "make smaller chunks (data.chunk_rows)" in train_and_catch(tmp_path / "run", days, "--data.chunk-rows", "2000")
+    assert "make smaller chunks (--data.chunk-rows)" in train_and_catch(tmp_path / "run", days, "--data.chunk-rows", "2000")
     saved = json.loads((tmp_path / "run/config.json").read_text())
     assert saved["config"]["data"]["chunk_rows"] == 2000

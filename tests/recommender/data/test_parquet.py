@@ -10,6 +10,7 @@ from unisono.embedding import Ragged, hash_strings
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.chunks import StreamingDataset
 from unisono_models.recommender.data.features import Feature
+from unisono_models.training.errors import UserError
 
 
 def write_parquet(path, rows_per_group=3, **columns):
@@ -113,5 +114,5 @@ def test_bad_parquet_raises(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"a\.parquet: not a whole parquet file"):
         parquet(path, [])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ImportError, match=r"pip install 'unisono-models\[parquet\]'"):
+    with pytest.raises(UserError, match=r"pip install 'unisono-models\[parquet\]'"):
         parquet(path, [])

@@ -7,12 +7,14 @@ import torch
 
 from tests.recommender.data.rating_files import COLUMNS, FEATURES, FILES, write_rating_files
 from unisono.embedding import Ragged
+from unisono_models.recommender.config import DataConfig
 from unisono_models.recommender.data import movielens as movielens
 from unisono_models.recommender.data.batch import take_ids
 from unisono_models.recommender.data.features import Feature, parse_features
 from unisono_models.recommender.data.files import find_dataset_files
 from unisono_models.recommender.data.ratings import in_intervals, read_ratings
 from unisono_models.recommender.data.splits import split_rows
+from unisono_models.recommender.protocols import apply_protocol
 from unisono_models.recommender.recipes import RECIPES
 
 
@@ -112,11 +114,11 @@ def test_files_that_are_not_atomic_raise(folder, change, expected):
 def test_movielens_has_the_rows_of_the_published_protocols():
     """739,012 of RecBole's context protocol; 836,478 of 6,039 users and 3,628 items of its general one."""
     features = parse_features(["user_id", "item_id"])
-    ratings = read_ratings(Path(find_dataset_files("ml-1m", "auto").source), features, **COLUMNS, threshold=4)
-    context = ratings.select(in_intervals(ratings.values, RECIPES["deepfm"].data.keep).nonzero().squeeze(1))
+    ratings = read_ratings(Path(find_dataset_files(DataConfig("ml-1m")).source), features, **COLUMNS, threshold=4)
+    context = ratings.select(in_intervals(ratings.values, apply_protocol(RECIPES["deepfm"]).data.keep).nonzero().squeeze(1))
     assert (len(ratings), len(context), int(context.labels.sum())) == (1_000_209, 739_012, 575_281)
     assert [len(part) for part in split_rows(len(context), (0.8, 0.1, 0.1), seed=0)] == [591_210, 73_901, 73_901]
-    general = ratings.select(in_intervals(ratings.values, RECIPES["two_tower"].data.keep).nonzero().squeeze(1))
+    general = ratings.select(in_intervals(ratings.values, apply_protocol(RECIPES["two_tower"]).data.keep).nonzero().squeeze(1))
     assert (len(general), len(general.users.unique()), len(general.items.unique())) == (836_478, 6_039, 3_628)
 
 

@@ -32,7 +32,7 @@ def test_rows_of_each_user_are_split_as_recbole_does(parts):
         assert [int((groups[part] == group).sum()) for part in found] == recbole_counts(size, parts)
     again, other = split_groups(groups, parts, seed=3), split_groups(groups, parts, seed=4)
     assert all(map(torch.equal, found, again)) and (parts[0] == 1 or not torch.equal(found[2], other[2]))
-    with pytest.raises(ValueError, match="must be three fractions that add up to 1"):
+    with pytest.raises(ValueError, match=r"--data.parts 0.8 0.1 0.2: must be three fractions that add up to 1"):
         split_groups(groups, (0.8, 0.1, 0.2), seed=0)
 
 

@@ -1,9 +1,11 @@
 """The command line: which recipe, what is changed, what is said of a mistake; and that every field it offers does something."""
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Literal, get_type_hints
@@ -12,10 +14,11 @@ import pytest
 
 from unisono_models.clip.config import Config as ClipTraining
 from unisono_models.clip.recipes import RECIPES
-from unisono_models.training.config import RunConfig
+from unisono_models.training.config import CheckpointConfig, RunConfig
 from unisono_models.training.config import recipes as recipes_module
 from unisono_models.training.config.recipes import Recipes
 from unisono_models.training.config.serialization import config_to_json
+from unisono_models.training.config.validate import LearningRateWarning, warn_of_learning_rates
 
 ROOT = Path(__file__).parents[3]
 SOURCES = ROOT / "models/src/unisono_models"
@@ -37,6 +40,9 @@ class Toy:
 
     run: RunConfig
     net: Net = field(default_factory=Net)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    batch: int = 8
+    lr: float = 0.1
 
 
 TOYS: Recipes[Toy] = Recipes("toy", Toy)
@@ -121,6 +127,43 @@ def test_overrides_change_what_they_name_and_nothing_else():
 def test_rejects_and_says_what_would_be_right(capsys, args, words):
     said = refusal(capsys, args)
     assert words in said and "python -m unisono_models.toy train" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("--run.steps", "0", "at least 1"),
+        ("--run.steps", "-3", "at least 1"),
+        ("--run.log-every", "-1", "at least 1"),
+        ("--run.evaluate-every", "-1", "at least 0"),
+        ("--run.stop-after", "0", "at least 1, or None"),
+        ("--run.timeout", "0.0", "above 0, and at most a year"),
+        ("--run.timeout", "nan", "above 0, and at most a year"),
+        ("--checkpoint.every", "-1", "at least 0"),
+        ("--checkpoint.keep", "0", "at least 1"),
+        ("--batch", "0", "at least 1"),
+        *(("--lr", value, "above 0 and finite") for value in ("0.0", "-0.1", "nan", "inf")),
+    ],
+)
+def test_rejects_values_that_are_out_of_range_and_names_the_option_as_typed(capsys, option, value, rule):
+    assert f"{option} {value}: must be {rule}" in refusal(capsys, ["small_one", option, value])
+
+
+@pytest.mark.parametrize("model", ["clip", "gan", "recommender"])
+def test_every_model_rejects_learning_rates_and_batches_that_are_out_of_range(capsys, model):
+    recipes = importlib.import_module(f"unisono_models.{model}.recipes").RECIPES
+    for option, value in (("--optimizer.lr", "-1.0"), ("--data.batch", "0")):
+        said = refusal(capsys, [option, value], recipes)
+        assert f"{option} {value}" in said or f"{option[2:]}={value}" in said
+
+
+def test_a_very_large_learning_rate_is_warned_of_by_name():
+    with pytest.warns(LearningRateWarning, match=r"--lr 11 is very large"):
+        warn_of_learning_rates(Toy(RunConfig(steps=1), lr=11.0))
+    with warnings.catch_warnings(action="error"):
+        warn_of_learning_rates(Toy(RunConfig(steps=1), lr=10.0))
+        warnings.simplefilter("ignore", LearningRateWarning)
+        warn_of_learning_rates(Toy(RunConfig(steps=1), lr=11.0))
 
 
 def test_unknown_recipe_is_an_error_in_code():
@@ -234,7 +277,7 @@ def test_every_field_of_clip_is_read_somewhere():
 def test_the_guard_sees_a_field_that_nothing_reads():
     source = "use(config.run.steps, config.dir, net.width, self.config.net.norm, config.net.shape, other.seed)"
     missing = {f"run.{each.name}" for each in fields(RunConfig)} - {"run.steps", "run.dir"}
-    assert set(unread(Toy, [source])) == missing
+    assert set(unread(Toy, [source])) == missing | {"checkpoint.every", "checkpoint.keep", ".batch", ".lr"}
 
 
 # scripts/train

@@ -5,12 +5,31 @@ import torch
 import torch.distributed as dist
 
 from unisono_models.training.distributed.launch import shard_chunks, shard_range, start_ranks
+from unisono_models.training.errors import UserError
 
 
 def test_without_torchrun_there_is_one_rank_and_no_group():
     with start_ranks() as ranks:
         assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.first) == (0, 1, 0, True)
         assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}, "MASTER_ADDR is not: set it to the host of rank 0"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK is not"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, "SLURM_NTASKS is 2, but srun did not start this process"),
+    ],
+)
+def test_a_process_that_others_were_meant_to_join_does_not_train_alone(monkeypatch, variables, words):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words) as caught, start_ranks():
+        pass
+    assert caught.value.printed_by == int(variables.get("RANK", "0"))  # on whichever rank
 
 
 def in_a_group_that_exists():

@@ -181,14 +181,29 @@ def test_hybrid_shards_within_hosts_and_copies_across(ranks, world, shard, local
 @pytest.mark.parametrize(
     ("shard", "local_sizes", "message"),
     [
-        (2, None, "parallel.shard: 2 does not divide the number of ranks, 3"),
-        (0, None, "parallel.shard: 0 does not divide the number of ranks, 3"),
-        (-3, None, "parallel.shard: -3 does not divide the number of ranks, 3"),
-        (None, [2, 2, 1], "parallel.shard: the hosts have different numbers of ranks, [1, 2]: give a number"),
+        (2, None, "--parallel.shard 2: it does not divide the number of ranks, 3"),
+        (0, None, "--parallel.shard 0: it does not divide the number of ranks, 3"),
+        (-3, None, "--parallel.shard -3: it does not divide the number of ranks, 3"),
+        (None, [2, 2, 1], "--parallel.shard: the hosts have different numbers of ranks, [1, 2]: give a number"),
     ],
 )
 def test_hybrid_rejects_numbers_that_do_not_divide_on_all_ranks(ranks, shard, local_sizes, message):
     assert ranks(with_hybrid, shard, local_sizes, world_size=3) == [message] * 3
+
+
+def from_different_weights(config):
+    with start_ranks() as ranks:
+        model = Stack()
+        nn.init.constant_(model.head.weight, ranks.rank)
+        model = parallelize(model, config, ranks)
+        weight = next(parameter for name, parameter in model.named_parameters() if name.endswith("head.weight"))
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return weight.tolist()
+
+
+@pytest.mark.parametrize("config", [ParallelConfig(), ParallelConfig(kind="fsdp"), ParallelConfig(kind="hybrid", shard=1)])
+def test_all_ranks_start_from_the_weights_of_rank_0(ranks, config):
+    assert ranks(from_different_weights, config, world_size=2) == [[[0.0] * 16] * 2] * 2
 
 
 # Precision

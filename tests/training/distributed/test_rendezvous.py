@@ -1,11 +1,17 @@
 """Ranks of one start find each other, whatever an earlier start has left in the store."""
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch.distributed as dist
 
+from tests.training.torchrun import free_port
+from unisono.collectives import LaunchEnv
+from unisono_models.training.distributed import rendezvous
 from unisono_models.training.distributed.rendezvous import wait_for_ranks
+from unisono_models.training.errors import UserError
 
 
 def meet_all(store: dist.Store, size: int, delays: dict[int, float], come: list[int], timeout: float = 20.0) -> list:
@@ -15,7 +21,7 @@ def meet_all(store: dist.Store, size: int, delays: dict[int, float], come: list[
             part = wait_for_ranks(store, rank=rank, size=size, timeout=timeout)
             part.set(f"address/{rank}", f"{rank}")
             return part
-        except TimeoutError as error:
+        except UserError as error:
             return str(error)
 
     with ThreadPoolExecutor(size) as pool:
@@ -35,9 +41,37 @@ def test_a_rank_that_did_not_come_is_named_by_those_that_did():
     store = dist.HashStore()
     meet_all(store, 3, {}, [0, 1, 2])  # an earlier start, whose words are still there
     errors = meet_all(store, 3, {}, [0, 2], timeout=0.5)
-    assert all("start_ranks: rank 1 of 3 did not start within 0.5 s" in error for error in errors), errors
+    assert all("rank 1 of 3 did not start within 0.5 s" in error for error in errors), errors
     errors = meet_all(store, 3, {}, [1, 2], timeout=0.5)
-    assert all("start_ranks: rank 0 of 3 did not start" in error for error in errors), errors
+    assert all("rank 0 of 3 did not start" in error for error in errors), errors
+
+
+def test_ranks_that_wait_say_for_whom(monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "_NOTE_AFTER", 0.1)
+    store = dist.HashStore()
+    meet_all(store, 3, {1: 0.5}, [0, 1, 2])
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("; ")[0] for line in lines] == ["rank 1 of 3 did not start yet, after 0 s of 20 s"] * 2
+    meet_all(store, 2, {0: 0.5}, [0, 1])
+    assert "rank 0 of 2 did not start yet" in capsys.readouterr().err
+
+
+def test_a_port_that_another_program_uses_is_named_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        env = LaunchEnv(0, 2, 0, 2, "127.0.0.1", port, "env")
+        with pytest.raises(UserError, match=f"another program uses the port 127.0.0.1:{port}. Set MASTER_PORT to a free one"):
+            rendezvous.open_store(env, timeout=60)
+
+
+def test_a_store_that_never_comes_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "_NOTE_AFTER", 0.1)
+    env = LaunchEnv(1, 2, 1, 2, "127.0.0.1", free_port(), "env")
+    with pytest.raises(
+        UserError, match=rf"rank 1 of 2 on \S+: there is no store of torch.distributed at 127.0.0.1:{env.master_port}"
+    ):
+        rendezvous.open_store(env, timeout=1)
+    assert f"waiting for rank 0 at 127.0.0.1:{env.master_port}, up to 1 s" in capsys.readouterr().err
 
 
 def test_ranks_meet_after_a_start_that_came_to_nothing():

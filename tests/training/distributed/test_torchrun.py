@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import unisono_models.training
+from tests.training.torchrun import free_port
+from unisono_models.training.run.run_directory import read_provenance
 
 README = Path(unisono_models.training.__file__).with_name("README.md")
 LAUNCH = "import sys; from unisono_models.training.distributed.torchrun import launch; sys.exit(launch(sys.argv[1:]))"
@@ -27,10 +29,11 @@ def model(folder: Path, name: str, step: str = STEP) -> str:
     return str(folder / f"{name}.py")
 
 
-def run(*command: str, stop_at: Path | None = None) -> tuple[int, list[str]]:
+def run(*command: str, stop_at: Path | None = None, **variables: str) -> tuple[int, list[str]]:
     """The exit status, and what was printed. Ctrl-C is pressed when the file `stop_at` exists."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, **pipes) as process:
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    with subprocess.Popen(command, env=env, start_new_session=True, **pipes) as process:
         deadline = time.monotonic() + 100
         while stop_at is not None and not stop_at.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -58,6 +61,19 @@ def ended(tmp_path_factory):
             "alone": pool.submit(run, sys.executable, *stopped, str(folder / "a"), stop_at=folder / "a/started"),
         }
         yield {name: job.result() for name, job in jobs.items()} | {"folder": folder}
+
+
+def test_processes_of_any_launcher_are_ranks_of_one_run(tmp_path):
+    """As srun starts them: the ranks are known, and MASTER_ADDR and MASTER_PORT are derived."""
+    slurm = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    slurm |= {"SLURM_STEP_NODELIST": "localhost"}
+    command = [sys.executable, model(tmp_path, "line"), "--run.dir", str(tmp_path / "run")]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(run, *command, **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
+        (first, printed), (second, silent) = (job.result() for job in jobs)
+    assert first == second == 0 and any("step 20/20" in line for line in printed) and not silent, (printed, silent)
+    (start,) = read_provenance(tmp_path / "run")["starts"]
+    assert start["world_size"] == 2 and not start["torchrun"] and (tmp_path / "run/summary.json").exists()
 
 
 def test_a_mistake_of_all_ranks_is_one_message(ended):

@@ -167,12 +167,14 @@ def test_smoothing_keeps_a_straight_line_straight():
 
 
 def test_numbers_are_short_and_columns_aligned():
-    assert [format_number(x) for x in (0.20483, 7, 7.0, 1234567, True, None, float("nan"))] == [
-        *("0.2048", "7", "7", "1,234,567", "True", "None", "nan")
+    assert [format_number(x) for x in (0.20483, 0.5, 7, 7.0, 999.96, 1234567, True, None, float("nan"))] == [
+        *("0.2048", "0.5000", "7", "7", "1000", "1,234,567", "True", "None", "nan")
     ]
     html = html_table([{"a": 0.25, "b": "x"}, {"a": 0.5, "b": 3}, {"b": "y"}])
-    assert '<td class="number"></td><td>y</td>' in html
-    assert '<td class="number">0.50</td>' in html and "<td>x</td>" in html
+    assert '<td data-column="a" class="number"></td><td data-column="b">y</td>' in html
+    assert '<td data-column="a" class="number">0.5000</td>' in html and '<td data-column="b">x</td>' in html
+    assert '<td data-column="a" class="number">2.500</td>' in html_table([{"a": 12.345}, {"a": 2.5}])
+    assert '<td data-column="a" class="number">0.0006</td>' in html_table([{"a": 0.2}, {"a": 0.0006127}])
     assert '<td class="code">1e-05</td>' in key_value_table({"lr": 1e-05}, code=True)
 
 

@@ -6,27 +6,36 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from unisono_models.training.errors import UserError
+
 _OPEN_FILES = 16
 _CACHE_BYTES = 256 * 2**20
 
 
-def open_parquet(path: Path, *, what: str) -> Any:
-    """Open a pyarrow ParquetFile. `what` names the calling function in errors.
-
-    Raises: ImportError that says what to install; ValueError if it is not parquet; FileNotFoundError.
-    """
+def import_pyarrow(path: Path, *, what: str) -> Any:
+    """Import pyarrow, to read `path`. Raises: UserError that says what to install."""
     try:
-        from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
+        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow.parquet  # type: ignore[import-untyped]
     except ImportError as error:
-        raise ImportError(
-            f"{what}: {path}: parquet needs pyarrow: pip install 'unisono-models[parquet]', or pip install pyarrow"
+        raise UserError(
+            f"{what}: {path}: this needs pyarrow: pip install 'unisono-models[parquet]', or pip install pyarrow"
         ) from error
+    return pyarrow
+
+
+def open_parquet(path: Path, *, what: str) -> Any:
+    """Open a pyarrow ParquetFile. `what` names the calling function, or the option of the command line, in errors.
+
+    Raises: UserError that says what to install, or if it is not parquet; FileNotFoundError.
+    """
+    pyarrow = import_pyarrow(path, what=what)
     try:
-        return ParquetFile(path, memory_map=True)
+        return pyarrow.parquet.ParquetFile(path, memory_map=True)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise ValueError(f"{what}: {path}: not a whole parquet file: {str(error)[:160]!a}") from error
+        raise UserError(f"{what}: {path}: not a whole parquet file: {str(error)[:160]!a}") from error
 
 
 class RowGroupReader:

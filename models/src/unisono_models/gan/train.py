@@ -10,13 +10,14 @@ from unisono.dataparallel import GradientSync
 from unisono_models.gan.config import Config, OptimizerConfig
 from unisono_models.gan.data.dataset import build_datasets
 from unisono_models.gan.data.loader import BatchLoader
-from unisono_models.gan.evaluate import Evaluator, validate_counts
+from unisono_models.gan.evaluate import Evaluator, describe_small_sets, validate_counts
 from unisono_models.gan.feature_extractor import FILE, load_or_train_feature_extractor
 from unisono_models.gan.loss import GAN
 from unisono_models.gan.model.generator import start_average, update_average
 from unisono_models.gan.model.sampling import generate_for_evaluation
 from unisono_models.gan.recipes import RECIPES
 from unisono_models.gan.report import save_sample_grid, write_run_report
+from unisono_models.training.errors import UserError
 from unisono_models.training.loop import Session, TrainingLoop, start_session
 from unisono_models.training.randomness import derive_seed
 from unisono_models.training.sampler import StepSampler
@@ -39,7 +40,7 @@ def train(config: Config, session: Session) -> None:
     validate_counts(datasets, config.evaluation)
 
     torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
-    gan = GAN(config.model, config.loss, **datasets.shapes(condition)).to(ranks.device, dtype)
+    gan = GAN(config.model, config.loss, **datasets.shapes(condition), augment=config.augment).to(ranks.device, dtype)
     average = start_average(gan.generator)
     networks = {"discriminator": gan.discriminator, "generator": gan.generator}
     optimizers = {name: make_optimizer(network, config.optimizer) for name, network in networks.items()}
@@ -47,7 +48,7 @@ def train(config: Config, session: Session) -> None:
     extractor = load_or_train_feature_extractor(run.path / FILE, datasets, config.evaluation, ranks, watchdog)
     evaluator = Evaluator(datasets, extractor, ranks, watchdog, config.evaluation, conditional=condition != "none")
     sampler = StepSampler(len(datasets.train), config.data.batch, seed)
-    batches = BatchLoader(datasets.train, condition, sampler, config.model.noise, seed, ranks, dtype)
+    batches = BatchLoader(datasets.train, condition, sampler, config.model.noise, seed, ranks, dtype, config.augment)
     generate = partial(generate_for_evaluation, average, datasets.train, seed=seed)
 
     def update(name: str, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -60,13 +61,16 @@ def train(config: Config, session: Session) -> None:
 
     with TrainingLoop(session, gan, optimizers, extra={"average": average}) as loop:
         if loop.first_step and loop.state["data"] != datasets.fingerprint:
-            raise ValueError(f"data.source={config.data.source} has other images now than when the run began")
+            raise UserError(
+                f"--data.source {config.data.source} has other images now than when the run began. Restore them, or begin "
+                "another run in another --run.dir"
+            )
         seen = loop.state.get("seen", 0)
         loop.say(
             f"{run.path}: {len(datasets.train):,} images, {loop.steps:,} steps, global batch of {sampler.batch:,}, "
             f"{ranks.world_size} ranks"
         )
-        for note in datasets.notes:
+        for note in (*datasets.notes, *describe_small_sets(datasets, config.evaluation)):
             loop.say(note)
         if not loop.first_step:
             loop.say(f"accuracy of the feature extractor on the test set: {extractor.accuracy:.1%}")
@@ -82,8 +86,6 @@ def train(config: Config, session: Session) -> None:
             update_average(average, gan.generator, batch=batch_size, seen=seen, half_life=config.optimizer.half_life)
             loop.log({**losses, "lr": lr}, samples=batch_size)
 
-            if loop.log_due or loop.evaluation_due or loop.checkpoint_due:
-                raise_if_not_finite(losses, step)  # not at every step, where it would make the host wait
             if loop.finished or is_due(loop.done, config.evaluation.images_every):
                 save_sample_grid(run, average, datasets, step=loop.done, seed=seed)
             if loop.evaluation_due:
@@ -117,12 +119,3 @@ def penalty_weight(config: Config, step: int) -> float:
         return 0.0
     part = learning_rate_factor(step, config.run.steps)
     return config.loss.penalty_every * (config.loss.gamma_final + (config.loss.gamma - config.loss.gamma_final) * part)
-
-
-def raise_if_not_finite(losses: dict[str, torch.Tensor], step: int) -> None:
-    """Raise FloatingPointError on all ranks if one of the global losses is not finite."""
-    if names := [name for name, loss in losses.items() if not loss.isfinite()]:
-        raise FloatingPointError(
-            f"step {step:,}: {', '.join(names)} is not finite: the training has diverged. Start another run with a lower "
-            "--optimizer.lr or a higher --loss.gamma"
-        )

@@ -4,54 +4,88 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from unisono_models.training.config import CheckpointConfig, ParallelConfig, RunConfig
+from unisono_models.training.errors import UserError
 
-MOVIELENS_FEATURES = ("user_id", "item_id", "age:id", "gender", "occupation:id", "genre:ids", "release_year:id")
-"""The seven features of ml-1m in RecBole's context protocol."""
+USUAL_NAMES = {
+    "user": ("user", "user_id", "uid", "customer", "customer_id", "member_id", "reviewer_id", "visitor_id", "account_id"),
+    "item": (
+        *(
+            "item",
+            "item_id",
+            "iid",
+            "movie",
+            "movie_id",
+            "product",
+            "product_id",
+            "book_id",
+            "article_id",
+            "track_id",
+            "song_id",
+        ),
+        *("artist_id", "game_id", "recipe_id", "business_id", "content_id", "isbn", "asin", "parent_asin", "sku"),
+    ),
+    "label": ("rating", "ratings", "score", "stars", "overall", "label", "click", "clicked", "liked", "target", "value"),
+    "timestamp": ("timestamp", "time", "ts", "date", "datetime", "unix_review_time", "created_at", "event_time", "rated_at"),
+}
+"""The usual names of columns. Upper case, spaces and punctuation do not count: userId, User ID and user_id are the same."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The data: interactions of users with items, or rows of clicks."""
+    """The data: ratings of items by users, or rows of clicks."""
 
     source: str = "ml-1m"
-    """The name of a dataset (ml-1m and ml-100k come with pip packages), a folder of RecBole's atomic files, or click logs.
-    Click logs are in Criteo's TSV or in parquet: a file, a folder, or a pattern such as '/data/day_{0..22}'."""
-    format: Literal["auto", "atomic", "criteo", "parquet"] = "auto"
-    """The format of the files. auto goes by the suffix: .inter is atomic, .parquet is parquet, all others are criteo."""
-    features: tuple[str, ...] = MOVIELENS_FEATURES
+    """What to train on. Ratings: a table (.csv, .tsv or .txt with a header, also .gz; or .parquet), or RecBole's atomic files.
+    Click logs that do not fit in memory: Criteo's TSV, or parquet with --data.features NAME:KIND:ROWS.
+    A file, a folder, a pattern such as '/data/day_{0..22}', or the name of a dataset: ml-1m or ml-100k."""
+    format: Literal["auto", "ratings", "atomic", "criteo", "parquet"] = "auto"
+    """The format of the files: ratings is a table of ratings, parquet is click logs.
+    auto decides by the suffix, the columns and the features."""
+    user: str = ""
+    """The column of the user. Empty takes the first of these that there is: user, user_id, uid, customer, customer_id,
+    member_id, reviewer_id, visitor_id, account_id. Upper case, spaces and punctuation do not count."""
+    item: str = ""
+    """The column of the item. Empty takes the first of these that there is: item, item_id, iid, movie, movie_id, product,
+    product_id, book_id, article_id, track_id, song_id, artist_id, game_id, recipe_id, business_id, content_id, isbn, asin,
+    parent_asin, sku."""
+    label: str = ""
+    """The column of the rating or click, which the model predicts. Empty takes the first of these that there is: rating,
+    ratings, score, stars, overall, label, click, clicked, liked, target, value. two_tower does not need one."""
+    timestamp: str = ""
+    """The column of the time, as numbers or ISO dates, for --data.split time and leave_one_out. Empty takes the first of
+    these that there is: timestamp, time, ts, date, datetime, unix_review_time, created_at, event_time, rated_at."""
+    features: tuple[str, ...] = ()
     """The columns that the model takes as inputs: NAME:id, NAME:ids for a bag of ids, or NAME:number.
-    A plain NAME takes its kind from the header of an atomic file. Streamed data needs NAME:id:ROWS, the rows of the table.
-    Numbers of atomic files and parquet are used as they are: scale them beforehand."""
-    user: str = "user_id"
-    """The column of the user, in atomic files."""
-    item: str = "item_id"
-    """The column of the item, in atomic files."""
-    label: str = "rating"
-    """The column that the model predicts."""
-    keep: str = "[0,3);(3,inf)"
-    """Use only the interactions whose label is in one of these intervals. For atomic files."""
-    threshold: float = 4.0
-    """A label of at least this counts as 1, others as 0. For atomic files.
-    two_tower ignores it: every interaction is a positive."""
-    split: Literal["rows", "per_user"] = "rows"
-    """Split all rows at random, or the rows of each user. For atomic files."""
+    Empty takes the user and the item; with MovieLens, those of the recipe's protocol.
+    A plain NAME takes its kind from the data. Click logs need NAME:id:ROWS, the number of rows of the table.
+    Numbers are used as they are: scale them beforehand. Criteo's become log(x + 3)."""
+    keep: str = ""
+    """Use only the ratings that lie in one of these intervals, such as '[0,3);(3,inf)'. Empty uses all of them; with MovieLens,
+    those of the recipe's protocol. Not for click logs, which are used whole."""
+    threshold: float | None = None
+    """A rating of at least this counts as liked (1), others as not liked (0). None takes the first rating above the mean.
+    two_tower counts every rating that is kept as liked. Click logs have labels of 0 and 1 already."""
+    split: Literal["rows", "per_user", "time", "leave_one_out"] = "rows"
+    """How ratings are split into training, validation and test. rows: at random. per_user: at random among the rows of each
+    user. time: the oldest for training, the newest for the test. leave_one_out: the last rating of each user for the test,
+    the one before it for validation; without a column of times, two random ones. Click logs are split by chunks."""
     parts: tuple[float, float, float] = (0.8, 0.1, 0.1)
-    """The fractions for training, validation and test. Streamed data is split by chunks."""
+    """The fractions for training, validation and test. leave_one_out does not use them."""
     split_seed: int = 0
-    """The seed of the split. Runs with different run.seed are tested on the same rows."""
+    """The seed of the split. Runs with different --run.seed are tested on the same rows."""
     test: str = ""
-    """Test on these files instead, such as the last day. For streamed data."""
+    """Test on these files instead, such as the last day. Only for click logs."""
     ids: Literal["hashed", "mapped"] = "hashed"
-    """How ids of streamed data get rows of their table. hashed: by a hash; several ids may share a row.
-    mapped: each id gets its own row when it has been seen `seen` times."""
+    """How ids of click logs get rows of their table. hashed: by a hash, so that several ids may share a row.
+    mapped: each id gets its own row when it has been seen --data.seen times."""
     seen: int = 1
-    """With ids=mapped: how often an id has to be seen before it gets a row."""
+    """How often an id has to be seen before it gets a row, with --data.ids mapped."""
     eviction: Literal["none", "least_recent", "least_frequent"] = "none"
-    """With ids=mapped: which id loses its row to a new one when all rows are taken."""
+    """Which id loses its row to a new one when all rows are taken, with --data.ids mapped."""
     batch: int = 4096
-    """The rows of a step, over all ranks."""
+    """The number of rows of a step, over all ranks."""
     chunk_rows: int = 512
-    """Streamed data is shuffled in chunks of this many neighbouring rows. A chunk of parquet is at most a row group."""
+    """Click logs are shuffled in chunks of this many neighbouring rows. A chunk of parquet is at most a row group."""
     max_broken: float = 0.01
     """Stop the run if more than this fraction of the rows is bad."""
 
@@ -78,10 +112,12 @@ class ModelConfig:
     """The number of cross layers of dcn."""
     bottom: tuple[int, ...] = (64,)
     """The widths of the hidden layers of dlrm's MLP for numbers. A layer of width `dim` follows."""
-    users: tuple[str, ...] = ("user_id",)
-    """The features of two_tower's user tower. The column of the user has to be the first."""
-    items: tuple[str, ...] = ("item_id",)
-    """The features of two_tower's item tower. The column of the item has to be the first."""
+    users: tuple[str, ...] = ()
+    """The features of two_tower's user tower, the column of the user first.
+    Empty takes the user and all features that belong to users."""
+    items: tuple[str, ...] = ()
+    """The features of two_tower's item tower, the column of the item first.
+    Empty takes the item and all features that belong to items."""
     cosine: bool = True
     """Normalize the outputs of two_tower to unit length."""
     temperature: float = 0.1
@@ -91,7 +127,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.dim < 1 or self.crosses < 0 or min((*self.hidden, *self.bottom, 1)) < 1 or not self.temperature > 0:
-            raise ValueError(
+            raise UserError(
                 f"model: {self}: dim and all layers must be at least 1 wide, temperature must be positive, and crosses must "
                 "not be negative"
             )
@@ -138,6 +174,20 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationConfig:
+    """When a run ends early. Validation alone decides: valid/auc, or valid/recall@10 of two_tower."""
+
+    patience: int = 0
+    """Stop when this many evaluations in a row (see --run.evaluate-every) were no better than the best one before them.
+    The weights of the best evaluation are then tested and exported, even if all steps were taken.
+    0 takes all steps, and tests and exports the last one."""
+
+    def __post_init__(self) -> None:
+        if self.patience < 0:
+            raise UserError(f"--evaluation.patience {self.patience}: must be 0 (off) or a number of evaluations")
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of a training run."""
 
@@ -146,5 +196,6 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

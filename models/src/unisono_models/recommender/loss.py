@@ -17,6 +17,7 @@ from unisono_models.recommender.data.dataset import Datasets
 from unisono_models.recommender.model.click_model import ClickModel, table_width
 from unisono_models.recommender.model.tables import EmbeddingTables
 from unisono_models.recommender.model.two_tower import TwoTower
+from unisono_models.training.errors import UserError
 from unisono_models.training.randomness import dropout_keys, replace_dropout, use_dropout_keys
 
 
@@ -127,10 +128,9 @@ def _at_least_float32(x: Tensor) -> Tensor:
 def _item_log_frequencies(datasets: Datasets, config: Config) -> Tensor:
     """The logarithm of each item's frequency, by its row. Items without a training row count as one: they are never used."""
     ratings = datasets.ratings
-    if ratings is None:
-        raise ValueError("model.kind=two_tower needs users and items in memory: data.source has to be atomic files")
+    assert ratings is not None
     if config.model.items[0] != ratings.item or config.model.users[0] != ratings.user:
-        raise ValueError(f"model.users and model.items: the first has to be {ratings.user} and {ratings.item}")
+        raise UserError(f"--model.users and --model.items: the first has to be {ratings.user} and {ratings.item}")
     items = ratings.items[datasets.rows_of(datasets.train)]
     counts = items.bincount(minlength=len(ratings.vocabularies[ratings.item])).clamp(min=1)
     return (counts / max(len(items), 1)).log()

@@ -1,4 +1,7 @@
-"""The recipes: which model is trained, on which data, for how long. The command line can change any field."""
+"""The recipes: which model is trained, on which data, for how long. The command line can change any field.
+
+Which features and ratings of MovieLens they use stands in protocols.py, so that it does not apply to other data.
+"""
 
 from dataclasses import replace
 
@@ -58,17 +61,8 @@ def two_tower() -> Config:
     """Two towers on MovieLens-1M: which of all movies a user likes (RecBole-GNN's general protocol, full sort)."""
     return Config(
         run=RunConfig(steps=6 * 330, evaluate_every=330, log_every=20),
-        data=DataConfig(keep="[3,inf)", threshold=3.0, split="per_user", batch=2048),
-        model=ModelConfig(
-            "two_tower",
-            dim=64,
-            init=0.1,
-            hidden=(),
-            users=("user_id", "age", "gender", "occupation"),
-            items=("item_id", "genre", "release_year"),
-            temperature=0.15,
-            log_q=1.2,
-        ),
+        data=DataConfig(split="per_user", batch=2048),
+        model=ModelConfig("two_tower", dim=64, init=0.1, hidden=(), temperature=0.15, log_q=1.2),
         checkpoint=CheckpointConfig(every=660),
     )
 
@@ -76,10 +70,9 @@ def two_tower() -> Config:
 @RECIPES.add
 def tiny() -> Config:
     """DeepFM on MovieLens-100k: takes seconds, to see that everything works."""
-    features = ("user_id", "item_id", "age", "gender", "occupation", "class:ids", "release_year")
     return Config(
         run=RunConfig(steps=60, evaluate_every=30, timeout=60),
-        data=DataConfig("ml-100k", features=features, batch=1024),
+        data=DataConfig("ml-100k", batch=1024),
         model=ModelConfig("deepfm", dim=8, hidden=(32,), dropout=0.2),
         tables=TablesConfig(lr=1e-2),
         optimizer=OptimizerConfig(lr=1e-2),

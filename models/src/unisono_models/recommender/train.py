@@ -8,11 +8,15 @@ from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.recommender.config import Config, OptimizerConfig
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.dataset import build_datasets, prefetch
+from unisono_models.recommender.data.describe import describe_data
+from unisono_models.recommender.early_stopping import EarlyStopping
 from unisono_models.recommender.evaluate import Evaluator
 from unisono_models.recommender.loss import TrainingModule, build_training_module
+from unisono_models.recommender.protocols import apply_protocol, check_labels, complete_config
 from unisono_models.recommender.recipes import RECIPES
 from unisono_models.recommender.report import write_run_report
 from unisono_models.training.distributed.parallel import autocast_context, parallelize, parameter_dtype
+from unisono_models.training.errors import UserError
 from unisono_models.training.loop import Session, TrainingLoop, start_session
 from unisono_models.training.randomness import derive_seed
 from unisono_models.training.schedule import learning_rate_factor
@@ -20,8 +24,8 @@ from unisono_models.training.schedule import learning_rate_factor
 
 def main(args: Sequence[str] | None = None) -> None:
     recipe, config = RECIPES.choose(args)
-    if config.parallel.kind != "ddp":
-        raise ValueError(f"parallel.kind={config.parallel.kind}: must be ddp. The tables are sharded by tables.plan")
+    config = apply_protocol(config)
+    check_settings(config)
     with start_session(config, model="recommender", recipe=recipe) as session:
         train(config, session)
 
@@ -31,6 +35,8 @@ def train(config: Config, session: Session) -> None:
     ranks, watchdog = session.ranks, session.watchdog
     dtype = parameter_dtype(config.parallel)
     datasets = build_datasets(config.data, seed=config.run.seed, ranks=ranks)
+    check_labels(config, datasets)
+    given, config = config, complete_config(config, datasets)
     streamed = datasets.ratings is None
     watchdog.beat()
 
@@ -44,15 +50,20 @@ def train(config: Config, session: Session) -> None:
     with TrainingLoop(session, model, optimizers) as loop:
         fingerprint = datasets.fingerprint
         if loop.first_step and loop.state["data"] != fingerprint:
-            raise ValueError(f"{config.data.source} has changed since the run began: its ids and rows mean something else now")
-        skipped = SkipReport(before=loop.state.get("skipped"), what="rows", place="line")
+            raise UserError(
+                f"--data.source {config.data.source} has changed since the run began: its ids and rows mean something else "
+                "now. Start a new run: --run.dir"
+            )
+        skipped = SkipReport(before=loop.state.get("skipped"), what="rows", place=datasets.place)
         if datasets.ratings is not None and not loop.first_step and ranks.first:  # every rank has read the same rows
             skipped.count(datasets.ratings.read, datasets.ratings.skipped)
         skipped.check(config.data.max_broken)
         rows = f"{datasets.train.rows:,} rows, {loop.steps:,} steps of {config.data.batch:,} on {ranks.world_size} ranks"
         loop.say(f"{session.directory.path}: {rows}")
-        for note in datasets.notes:
+        notes = [*describe_data(config, given, datasets), *datasets.notes]
+        for note in [*notes, *([skipped.report()] if not streamed else [])]:
             loop.say(note)
+        stopping = EarlyStopping(config.evaluation.patience, state=loop.state.get("stopping"))
         batches = prefetch(
             lambda step: datasets.train.batch(step, ranks.rank, ranks.world_size).to(ranks.device, dtype),
             loop.first_step,
@@ -77,18 +88,39 @@ def train(config: Config, session: Session) -> None:
             loop.log({**losses, "lr": lr}, samples=datasets.train.size_of(step))
 
             if loop.evaluation_due:
-                loop.record(evaluator("valid"))
+                name, value = next(iter(loop.record(evaluator("valid")).items()))
+                if stopping.update(value):
+                    loop.finish_early(f"{name} has not improved in {stopping.since} evaluations")
             if loop.checkpoint_due:
                 score = loop.first_metric if datasets.valid.rows else None
-                loop.save({"skipped": skipped.summary(), "data": fingerprint}, score=score)
+                state = {"skipped": skipped.summary(), "data": fingerprint, "stopping": stopping.state}
+                loop.save(state, score=score)
             if streamed and (loop.stopping or loop.log_due):
                 skipped.check(config.data.max_broken)
         batches.close()  # ends the thread that reads ahead
         if not loop.finished:
             return
-        valid_metrics = loop.final_metrics(lambda: evaluator("valid"))
-        test_metrics = loop.record(evaluator("test"))  # once, at the end: nothing is chosen by it
-    write_run_report(session.directory, config, evaluator, {**valid_metrics, **test_metrics}, skipped)
+        metrics = dict(loop.final_metrics(lambda: evaluator("valid")))
+        if config.evaluation.patience and (best_step := loop.load_best()) is not None:
+            loop.say(f"the weights after step {best_step:,} are tested and exported: the best by validation")
+            metrics = {**evaluator("valid"), "best_step": float(best_step)}
+        metrics |= loop.record(evaluator("test"))  # once, at the end: nothing is chosen by it
+    write_run_report(session.directory, config, evaluator, metrics, skipped, notes)
+
+
+def check_settings(config: Config) -> None:
+    """Check what the settings alone can tell. Raises: UserError."""
+    if config.parallel.kind != "ddp":
+        raise UserError(f"--parallel.kind {config.parallel.kind}: must be ddp. The tables are sharded by --tables.plan")
+    if config.evaluation.patience and not config.run.evaluate_every:
+        raise UserError(
+            f"--evaluation.patience {config.evaluation.patience} counts evaluations, and there are none before the end: set "
+            "--run.evaluate-every to a number of steps"
+        )
+    if config.evaluation.patience and not config.data.parts[1]:
+        raise UserError(
+            f"--evaluation.patience {config.evaluation.patience} needs rows to validate with: --data.parts has none"
+        )
 
 
 def make_optimizer(module: TrainingModule, config: OptimizerConfig) -> torch.optim.AdamW:

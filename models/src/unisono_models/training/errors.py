@@ -36,6 +36,12 @@ class UserError(ValueError):
     """The rank that prints the text, if all ranks know: set by start_ranks."""
 
 
+def process_rank() -> int:
+    """Return the rank of this process as its launcher tells it, before any check of what the launcher says. 0 without one."""
+    texts = (os.environ.get(name, "") for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"))
+    return next((int(text) for text in texts if text.isdecimal()), 0)
+
+
 @contextmanager
 def note_run_directory(path: Path) -> Iterator[None]:
     """Make the command write the traceback of a UserError in the block into errors.log in `path`. A context manager."""
@@ -60,7 +66,7 @@ def end_with_message(command: str) -> Iterator[None]:
             with end_with_message("train"):
                 main()
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank = process_rank()
     try:
         yield
     except UserError as error:

@@ -21,6 +21,7 @@ from unisono_models.recommender.model.export import (
     read_data_config,
     read_vocabularies,
 )
+from unisono_models.recommender.protocols import complete_config
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 from unisono_models.training.distributed.object_collectives import RanksError, raise_together
 from unisono_models.training.run.run_directory import find_run
@@ -54,6 +55,7 @@ def evaluate_run(options: Options, ranks: Ranks) -> tuple[dict[str, float], dict
         data = replace(data, source=options.source)
     config = replace(config, data=data)
     datasets = build_datasets(data, seed=config.run.seed, ranks=ranks, vocabularies=vocabularies)
+    config = complete_config(config, datasets)
     dtype = dtype_of_weights(weights)
     module = build_training_module(config, datasets, dtype=dtype, device=ranks.device)
     load_weights(module.model, weights)
@@ -70,4 +72,8 @@ def main(args: Sequence[str] | None = None) -> None:
             raise SystemExit(str(error)) from None
         if ranks.first:
             for name, value in metrics.items():
-                print(f"{name:24} {value:.6f}" + (f"   (run: {saved[name]:.6f})" if name in saved else ""))
+                print(f"{name:24} {_format(value)}" + (f"   (run: {_format(saved[name])})" if name in saved else ""))
+
+
+def _format(value: float) -> str:
+    return f"{value:,.0f}" if value > 1 and value.is_integer() else f"{value:.6f}"  # a count, or a metric

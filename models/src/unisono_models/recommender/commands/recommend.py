@@ -43,7 +43,7 @@ def read_all_ratings(export: Path, exported: ExportedModel, *, seed: int) -> Rat
 
     Raises: RunError if the data has no users and items.
     """
-    data = replace(read_data_config(export), keep="(-inf,inf)")
+    data = replace(read_data_config(export), keep="")
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
     ratings = build_datasets(data, seed=seed, ranks=ranks, vocabularies=exported.vocabularies).ratings
     if ratings is None:

@@ -4,26 +4,44 @@ import hashlib
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from unisono_models.datasets.file_patterns import check_same_files, find_files
+from unisono_models.datasets.file_patterns import check_same_files
 from unisono_models.recommender.config import DataConfig
 from unisono_models.recommender.data import movielens as movielens  # registers its datasets
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.chunks import Chunks, StreamingDataset
+from unisono_models.recommender.data.columns import RatingColumns, find_label, find_rating_columns
 from unisono_models.recommender.data.criteo import CriteoChunks, index_lines
 from unisono_models.recommender.data.features import Feature, parse_features
-from unisono_models.recommender.data.files import SUFFIXES, DatasetFiles, find_dataset_files
+from unisono_models.recommender.data.files import DatasetFiles, find_dataset_files, find_source_files
 from unisono_models.recommender.data.parquet import ParquetChunks
-from unisono_models.recommender.data.ratings import Ratings, Vocabulary, find_atomic_files, in_intervals, read_ratings
-from unisono_models.recommender.data.splits import split_chunks, split_groups, split_rows, validate_parts
+from unisono_models.recommender.data.rating_table import read_column_names, read_rating_table
+from unisono_models.recommender.data.ratings import (
+    Ratings,
+    Vocabulary,
+    find_atomic_files,
+    in_intervals,
+    read_atomic,
+    read_ratings,
+)
+from unisono_models.recommender.data.splits import (
+    SplitIndices,
+    leave_one_out,
+    split_by_time,
+    split_chunks,
+    split_groups,
+    split_rows,
+    validate_parts,
+)
 from unisono_models.training.distributed.launch import Ranks, shard_chunks
 from unisono_models.training.distributed.object_collectives import raise_together
+from unisono_models.training.errors import UserError
 from unisono_models.training.sampler import StepSampler
 
 Item = TypeVar("Item")
@@ -92,6 +110,10 @@ class Datasets:
     """Some rows from which the planner of the tables counts ids."""
     notes: tuple[str, ...] = ()
     """Licences, and warnings about the files."""
+    config: DataConfig = field(default_factory=DataConfig)
+    """The config with what only the data could tell: the format, the columns, the features, the threshold."""
+    left_out: int = 0
+    """The number of good ratings that --data.keep leaves out."""
 
     @property
     def fingerprint(self) -> str:
@@ -100,6 +122,11 @@ class Datasets:
         rows = [dataset.rows for dataset in (self.train, self.valid, self.test)]
         text = json.dumps([words, rows, [(x.name, x.kind, x.rows) for x in self.features]])
         return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+    @property
+    def place(self) -> str:
+        """The word for where a row stands in its file."""
+        return "row" if self.ratings is not None and self.ratings.path.suffix.lower() == ".parquet" else "line"
 
     def rows_of(self, dataset: RowDataset) -> Tensor:
         """The rows of the ratings that a dataset in memory has."""
@@ -117,15 +144,14 @@ def build_datasets(
         vocabularies: Those of a trained model, so that the values of atomic files get its rows.
     """
     with raise_together("build_datasets"):
-        files = find_dataset_files(config.source, config.format)
+        files = find_dataset_files(config)
         features = parse_features(config.features)
-        if config.label in {feature.name for feature in features}:
-            raise ValueError(f"data.features: {config.label} is the label that the model predicts (data.label)")
-        if config.test and files.format == "atomic":
-            raise ValueError(
-                f"data.test={config.test}: atomic files are split by data.parts; only streamed data can have another test set"
+        if config.test and files.format in ("atomic", "ratings"):
+            raise UserError(
+                f"--data.test {config.test}: only click logs can have another test set. Ratings are split by --data.split"
             )
-    if files.format == "atomic":
+    config = replace(config, format=files.format)
+    if files.format in ("atomic", "ratings"):
         return _build_in_memory(config, files, features, seed, ranks, vocabularies)
     return _build_streaming(config, files, features, seed, ranks)
 
@@ -138,25 +164,98 @@ def _build_in_memory(
     ranks: Ranks,
     vocabularies: Mapping[str, Vocabulary] | None,
 ) -> Datasets:
-    source = Path(files.source)
+    source, atomic = Path(files.source), files.format == "atomic"
     paths: list[Path] = []
     with raise_together("build_datasets"):
-        paths = list(find_atomic_files(source).values())
-    check_same_files(paths, source=config.source, what="data.source")
+        paths = list(find_atomic_files(source).values()) if atomic else find_source_files(files.source, files.format)
+    check_same_files(paths, source=config.source, what="--data.source")
     with raise_together("build_datasets"):
-        columns = {"user": config.user, "item": config.item, "value": config.label}
-        ratings = read_ratings(source, features, **columns, threshold=config.threshold, vocabularies=vocabularies)
-        ratings = ratings.select(in_intervals(ratings.values, config.keep).nonzero().squeeze(1))
-        if not len(ratings):
-            raise ValueError(f"data.keep={config.keep!r}: no interaction of {source} is left")
-        if config.split == "rows":
-            splits = split_rows(len(ratings), config.parts, seed=config.split_seed)
+        columns = _find_columns(config, paths[0])
+        _check_label(columns.label, features)
+        features = features or (Feature(columns.user), Feature(columns.item))
+        needed = columns if _needs_time(config, columns) else replace(columns, timestamp="")
+        if atomic:
+            ratings = read_ratings(
+                source,
+                features,
+                user=columns.user,
+                item=columns.item,
+                value=columns.label,
+                time=needed.timestamp,
+                vocabularies=vocabularies,
+            )
         else:
-            splits = split_groups(ratings.users, config.parts, seed=config.split_seed)
-        train, valid, test = (InMemoryDataset(ratings, rows, batch=config.batch, seed=seed) for rows in splits)
+            ratings = read_rating_table(paths, features, columns=needed, vocabularies=vocabularies)
+        good = len(ratings)
+        if config.keep:
+            ratings = ratings.select(in_intervals(ratings.values, config.keep).nonzero().squeeze(1))
+        if not len(ratings):
+            raise UserError(f"--data.keep {config.keep!r}: no interaction of {source} is left: all {good:,} are outside of it")
+        threshold = guess_threshold(ratings.values) if config.threshold is None else config.threshold
+        ratings = ratings.with_threshold(threshold)
+        train, valid, test = (InMemoryDataset(ratings, rows, batch=config.batch, seed=seed) for rows in _split(config, ratings))
     share = ranks.shard(min(len(ratings), config.batch))
-    sample = ratings.batch(torch.arange(share.start, share.stop))
-    return Datasets(ratings.features, train, valid, test, ratings=ratings, sample=sample, notes=files.notes)
+    resolved = replace(
+        config,
+        user=columns.user,
+        item=columns.item,
+        label=columns.label,
+        timestamp=columns.timestamp,
+        threshold=threshold,
+        features=tuple(f"{feature.name}:{feature.kind}" for feature in ratings.features),
+    )
+    return Datasets(
+        ratings.features,
+        train,
+        valid,
+        test,
+        ratings=ratings,
+        sample=ratings.batch(torch.arange(share.start, share.stop)),
+        notes=files.notes,
+        config=resolved,
+        left_out=good - len(ratings),
+    )
+
+
+def _find_columns(config: DataConfig, path: Path) -> RatingColumns:
+    names = read_atomic(path, ()).names if config.format == "atomic" else read_column_names(path)
+    return find_rating_columns(names, config, where=path.name)
+
+
+def _check_label(label: str, features: Sequence[Feature]) -> None:
+    if label in {feature.name for feature in features}:
+        raise UserError(f"--data.features: {label} is the label that the model predicts (--data.label)")
+
+
+def _needs_time(config: DataConfig, columns: RatingColumns) -> bool:
+    if config.split == "time" and not columns.timestamp:
+        raise UserError(
+            "--data.split time: there is no column of times. Name it by --data.timestamp, or choose another --data.split"
+        )
+    return config.split in ("time", "leave_one_out")
+
+
+def guess_threshold(values: Tensor) -> float:
+    """The lowest rating above the mean of all ratings: 4 of MovieLens' 1 to 5, 1 of 0 and 1. If all are equal, that one.
+
+    Example:
+        >>> guess_threshold(torch.tensor([1.0, 3.0, 4.0, 5.0, 5.0]))
+        4.0
+    """
+    distinct = values.unique()
+    above = distinct[distinct > values.mean()]
+    return float(above[0] if len(above) else distinct[-1])
+
+
+def _split(config: DataConfig, ratings: Ratings) -> SplitIndices:
+    if config.split == "time":
+        assert ratings.times is not None
+        return split_by_time(ratings.times, config.parts)
+    if config.split == "leave_one_out":
+        return leave_one_out(ratings.users, ratings.times, seed=config.split_seed)
+    if config.split == "per_user":
+        return split_groups(ratings.users, config.parts, seed=config.split_seed)
+    return split_rows(len(ratings), config.parts, seed=config.split_seed)
 
 
 def _build_streaming(config: DataConfig, files: DatasetFiles, features: Sequence[Feature], seed: int, ranks: Ranks) -> Datasets:
@@ -166,14 +265,14 @@ def _build_streaming(config: DataConfig, files: DatasetFiles, features: Sequence
     with raise_together("build_datasets"):
         validate_parts(config.parts)
         if config.parts[1] != config.parts[2] and not config.test:
-            raise ValueError(
-                f"data.parts={config.parts}: validation and test have to be of the same size where data is streamed"
-            )
-    chunks = test_chunks = _open_chunks(files.source, files.format, features, config)
+            given = " ".join(f"{part:g}" for part in config.parts)
+            raise UserError(f"--data.parts {given}: validation and test of click logs have to be of the same size")
+    chunks, config = _open_chunks(files.source, features, config)
+    test_chunks = chunks
     with raise_together("build_datasets"):
         train, valid, test = split_chunks(chunks, config.parts[1], config.split_seed)
     if config.test:
-        test_chunks = _open_chunks(config.test, files.format, features, config)
+        test_chunks, _ = _open_chunks(config.test, features, config)
         train = torch.cat([train, test])
         test = torch.arange(len(test_chunks.sizes))
 
@@ -185,20 +284,27 @@ def _build_streaming(config: DataConfig, files: DatasetFiles, features: Sequence
         mapped = config.ids == "mapped"
         sample = None if mapped else replace(train_set.batch(0, ranks.rank, ranks.world_size), skipped=())
     notes = dict.fromkeys(note for x in (chunks, test_chunks) for note in getattr(x, "notes", ()))
-    return Datasets(features, train_set, valid_set, test_set, mapped=mapped, sample=sample, notes=(*files.notes, *notes))
+    return Datasets(
+        features, train_set, valid_set, test_set, mapped=mapped, sample=sample, notes=(*files.notes, *notes), config=config
+    )
 
 
-def _open_chunks(source: str, format: str, features: Sequence[Feature], config: DataConfig) -> Chunks:
+def _open_chunks(source: str, features: Sequence[Feature], config: DataConfig) -> tuple[Chunks, DataConfig]:
+    """The chunks of click logs, and the config with the name of their label."""
     paths: list[Path] = []
     with raise_together("build_datasets"):
-        _, paths = find_files(source, kinds=dict.fromkeys(SUFFIXES[format], format), what="data.source")
-    check_same_files(paths, source=source, what="data.source")
-    if format == "parquet":
+        paths = find_source_files(source, config.format)
+    check_same_files(paths, source=source, what="--data.source")
+    if config.format == "parquet":
         with raise_together("build_datasets"):
-            return ParquetChunks(paths, features, label=config.label, rows_per_chunk=config.chunk_rows)
+            config = replace(config, label=find_label(read_column_names(paths[0]), config, where=paths[0].name))
+            _check_label(config.label, features)
+            chunks = ParquetChunks(paths, features, label=config.label, rows_per_chunk=config.chunk_rows)
+        return chunks, config
     index = index_lines(paths, lines_per_chunk=config.chunk_rows)
     with raise_together("build_datasets"):
-        return CriteoChunks(paths, features, index=index)
+        _check_label("label", features)
+        return CriteoChunks(paths, features, index=index), config
 
 
 def split_for_rank(count: int, rank: int, world_size: int, rows: int) -> list[Tensor]:

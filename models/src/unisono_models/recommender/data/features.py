@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from unisono_models.training.errors import UserError
+
 FeatureKind = Literal["id", "ids", "number", "auto"]
 
 
@@ -30,11 +32,17 @@ class Feature:
 
     def __post_init__(self) -> None:
         if not self.name or "." in self.name or "/" in self.name:
-            raise ValueError(f"Feature {self.name!r}: a name must not be empty and must not contain a dot or a slash")
+            raise UserError(
+                f"--data.features: feature {self.name!r}: a name must not be empty and must not contain a dot or a slash"
+            )
         if self.kind not in get_args(FeatureKind):
-            raise ValueError(f"Feature {self.name!r}: kind {self.kind!r} is not one of {', '.join(get_args(FeatureKind))}")
+            raise UserError(
+                f"--data.features: feature {self.name!r}: kind {self.kind!r} is not one of {', '.join(get_args(FeatureKind))}"
+            )
         if self.rows < 0 or self.rows == 1 or (self.rows and self.kind == "number"):
-            raise ValueError(f"Feature {self.name!r}: rows={self.rows}: a table has at least 2 rows, and a number has no table")
+            raise UserError(
+                f"--data.features: feature {self.name!r}: rows={self.rows}: a table has at least 2, a number has none"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Feature:
@@ -42,8 +50,8 @@ class Feature:
         name, _, rest = text.partition(":")
         kind, _, rows = rest.partition(":")
         if rows and not rows.isdecimal():
-            raise ValueError(
-                f"feature {text!r}: {rows!r} is not a number of rows; a feature is NAME, NAME:KIND or NAME:KIND:ROWS"
+            raise UserError(
+                f"--data.features: feature {text!r}: {rows!r} is not a number of rows: write NAME, NAME:KIND or NAME:KIND:ROWS"
             )
         return cls(name, kind or "auto", int(rows or 0))  # type: ignore[arg-type]  # __post_init__ checks it
 
@@ -59,10 +67,10 @@ class Feature:
 def parse_features(texts: Sequence[str]) -> tuple[Feature, ...]:
     """Parse all features of a model, in order.
 
-    Raises: ValueError for a feature that cannot be parsed or that is listed twice.
+    Raises: UserError for a feature that cannot be parsed or that is listed twice.
     """
     features = tuple(Feature.parse(text) for text in texts)
     names = [feature.name for feature in features]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"features: {', '.join(repeated)} more than once")
+        raise UserError(f"--data.features: {', '.join(repeated)} more than once")
     return features

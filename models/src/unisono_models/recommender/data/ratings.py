@@ -6,6 +6,7 @@ they exist, have further columns of users and items.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,13 +20,14 @@ from unisono.embedding import Ragged
 from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.batch import Batch, Ids, take_ids
 from unisono_models.recommender.data.features import Feature, FeatureKind
+from unisono_models.training.errors import UserError
 
 Side = Literal["inter", "user", "item"]
 UNKNOWN = 0  # the row of values that are missing or not in the vocabulary
 KIND_OF_TYPE: dict[str, FeatureKind] = {"token": "id", "token_seq": "ids", "float": "number"}
 TYPES = (*KIND_OF_TYPE, "float_seq")
-TITLE_COLUMNS = ("movie_title", "title", "name")
-_LARGEST = torch.finfo(torch.float32).max
+TITLE_COLUMNS = ("movie_title", "title", "name", "item_name", "product_name")
+LARGEST = torch.finfo(torch.float32).max
 _INTERVAL = re.compile(r"\s*([\[(])\s*([^,\s]+)\s*,\s*([^,\s]+)\s*([\])])\s*")
 
 
@@ -67,7 +69,7 @@ class Ratings:
     """
 
     path: Path
-    """The .inter file."""
+    """The .inter file, or the first file of a table of ratings."""
     features: tuple[Feature, ...]
     """With the number of rows of their tables."""
     vocabularies: dict[str, Vocabulary]
@@ -86,6 +88,12 @@ class Ratings:
     read: int
     """The rows of the file, bad ones included."""
     skipped: tuple[SkippedSample, ...] = ()
+    times: Tensor | None = None
+    """float64 (rows,), if a column of times was read."""
+    titles: dict[str, str] | None = None
+    """The titles of items by their ids, if they were read with the ratings."""
+    unused: tuple[str, ...] = ()
+    """The columns that were not read."""
 
     def __len__(self) -> int:
         return len(self.users)
@@ -104,7 +112,7 @@ class Ratings:
         for feature in self.features:
             side, column = self.columns[feature.name]
             place = places[side]
-            taken = _unknown_column(feature, len(users)) if place is None else take_ids(column, place)
+            taken = unknown_column(feature, len(users)) if place is None else take_ids(column, place)
             if feature.kind == "number" and isinstance(taken, Tensor):
                 numbers.append(taken)
             else:
@@ -120,10 +128,15 @@ class Ratings:
         """Keep only these rows. Vocabularies, and the columns of users and items, stay as they are."""
         columns = {name: (side, take_ids(x, rows) if side == "inter" else x) for name, (side, x) in self.columns.items()}
         users, items, values, labels = (x[rows] for x in (self.users, self.items, self.values, self.labels))
-        return replace(self, users=users, items=items, values=values, labels=labels, columns=columns)
+        times = None if self.times is None else self.times[rows]
+        return replace(self, users=users, items=items, values=values, labels=labels, columns=columns, times=times)
+
+    def with_threshold(self, threshold: float) -> Ratings:
+        """The same rows, with the label 1 where the value is at least `threshold`."""
+        return replace(self, labels=(self.values >= threshold).float())
 
 
-def _unknown_column(feature: Feature, rows: int) -> Ids:
+def unknown_column(feature: Feature, rows: int) -> Ids:
     if feature.kind == "number":
         return torch.zeros(rows)
     unknown = torch.zeros(rows, dtype=torch.int64)
@@ -141,7 +154,7 @@ def in_intervals(values: Tensor, intervals: str) -> Tensor:
     for text in intervals.split(";"):
         match = _INTERVAL.fullmatch(text)
         if match is None or not (_is_float(match[2]) and _is_float(match[3])):
-            raise ValueError(f"interval {text!r}: expected intervals like [0,3) or (3,inf), separated by ;")
+            raise UserError(f"--data.keep: interval {text!r}: expected intervals like [0,3) or (3,inf), separated by ;")
         low, high = float(match[2]), float(match[3])
         above = values >= low if match[1] == "[" else values > low
         below = values <= high if match[4] == "]" else values < high
@@ -180,9 +193,9 @@ class AtomicFile:
         return len(self.lines)
 
     def column(self, name: str) -> list[str]:
-        """The values of a column. Raises: ValueError that lists the columns of the file."""
+        """The values of a column. Raises: UserError that lists the columns of the file."""
         if name not in self.columns:
-            raise ValueError(f"{self.path} has no column {name!r}; it has {', '.join(self.names)}")
+            raise UserError(f"{self.path} has no column {name!r}; it has {', '.join(self.names)}")
         return self.columns[name].values
 
     def without(self, errors: Mapping[int, str], reason: str) -> AtomicFile:
@@ -200,7 +213,7 @@ def read_atomic(path: Path, columns: Collection[str] | None = None) -> AtomicFil
 
     A column without a type in the header is a token.
 
-    Raises: ValueError if the first line is not a header.
+    Raises: UserError if the first line is not a header.
     """
     with path.open(encoding="utf-8", errors="replace", newline="\n") as text:
         types = _read_header(path, next(text, ""))
@@ -227,7 +240,7 @@ def _read_header(path: Path, line: str) -> dict[str, str]:
     parts = [part.partition(":") for part in line.lstrip("\ufeff").rstrip("\r\n").split("\t")]
     types = {name.strip(): kind.strip() or "token" for name, _, kind in parts}
     if len(types) < len(parts) or any(not name or kind not in TYPES for name, kind in types.items()):
-        raise ValueError(
+        raise UserError(
             f"{path}: line 1 is not the header of an atomic file ({line.strip()[:80]!r}): it needs different NAME:TYPE with "
             f"tabs between, and TYPE is one of {', '.join(TYPES)}"
         )
@@ -240,7 +253,7 @@ def find_atomic_files(source: Path) -> dict[Side, Path]:
     if not source.is_file():
         found = sorted(source.glob("*.inter"))
         if len(found) != 1:
-            raise ValueError(f"{source}: expected one .inter file of RecBole's, or the path of one, found {len(found)}")
+            raise UserError(f"{source}: expected one .inter file of RecBole's, or the path of one, found {len(found)}")
         inter = found[0]
     paths: dict[Side, Path] = {"inter": inter, "user": inter.with_suffix(".user"), "item": inter.with_suffix(".item")}
     return {side: path for side, path in paths.items() if path.is_file()}
@@ -253,7 +266,8 @@ def read_ratings(
     user: str,
     item: str,
     value: str,
-    threshold: float,
+    time: str = "",
+    threshold: float = -math.inf,
     vocabularies: Mapping[str, Vocabulary] | None = None,
 ) -> Ratings:
     """Read NAME.inter in the folder `source`, or `source` itself, with NAME.user and NAME.item where they exist.
@@ -262,18 +276,19 @@ def read_ratings(
     a value or number that is not a number, are skipped.
 
     Args:
-        user, item, value: The names of these columns.
+        user, item, value: The names of these columns. If `value` is empty, every value is 1.
+        time: The name of the column of times; empty reads none.
         threshold: The label of a row is 1 if its value is at least this.
         vocabularies: Those that a model was trained with. Values that they lack are unknown, in row 0.
     """
-    wanted = {user, item, value} | {feature.name for feature in features}
+    wanted = {user, item, value, time} | {feature.name for feature in features}
     files = {side: read_atomic(path, wanted) for side, path in find_atomic_files(source).items()}
     features = [_resolve_kind(feature, files, user, item) for feature in features]
     read = len(files["inter"]) + len(files["inter"].skipped)
     for side, file in files.items():
         numbers = [f.name for f in features if f.kind == "number" and f.name in file.columns]
         if side == "inter":
-            files[side] = _without_bad_numbers(file, [value, *numbers], allow_blank=False)
+            files[side] = _without_bad_numbers(file, [name for name in (value, time) if name] + numbers, allow_blank=False)
         else:
             files[side] = _without_bad_numbers(file, numbers, allow_blank=True)
     inter = files["inter"]
@@ -294,10 +309,10 @@ def read_ratings(
         else:
             side = next(side for side, file in files.items() if feature.name in file.columns)
             columns[feature.name] = (side, _encode(feature, files[side].column(feature.name), known))
-    values = torch.tensor([float(text) for text in inter.column(value)], dtype=torch.float64)
+    values = _to_float64(inter.column(value)) if value else torch.ones(len(inter), dtype=torch.float64)
     return Ratings(
         inter.path,
-        features=tuple(_with_rows(feature, known) for feature in features),
+        features=tuple(with_rows(feature, known) for feature in features),
         vocabularies=known,
         users=known[user].rows(inter.column(user)),
         items=known[item].rows(inter.column(item)),
@@ -308,25 +323,30 @@ def read_ratings(
         item=item,
         read=read,
         skipped=tuple(skip for file in files.values() for skip in file.skipped),
+        times=_to_float64(inter.column(time)) if time else None,
     )
+
+
+def _to_float64(texts: Sequence[str]) -> Tensor:
+    return torch.tensor([float(text) for text in texts], dtype=torch.float64)
 
 
 def _resolve_kind(feature: Feature, files: Mapping[Side, AtomicFile], user: str, item: str) -> Feature:
     """Replace the kind "auto" by that of the column's header."""
     if feature.name in (user, item):
         if feature.kind not in ("id", "auto"):
-            raise ValueError(f"data.features: {feature.name}:{feature.kind}: users and items have to be of kind id")
+            raise UserError(f"--data.features: {feature.name}:{feature.kind}: users and items have to be of kind id")
         return replace(feature, kind="id")
     for file in files.values():
         if feature.name in file.columns:
             kind = file.columns[feature.name].type
             if feature.kind == "auto" and kind not in KIND_OF_TYPE:
-                raise ValueError(
-                    f"data.features: {feature.name}: its type in {file.path.name} is {kind}, which cannot be a feature"
+                raise UserError(
+                    f"--data.features: {feature.name}: its type in {file.path.name} is {kind}, which cannot be a feature"
                 )
             return feature.with_default_kind(KIND_OF_TYPE.get(kind, "id"))
     columns = "; ".join(f"{file.path.name}: {', '.join(file.names)}" for file in files.values())
-    raise ValueError(f"data.features: there is no column {feature.name!r}. {columns}")
+    raise UserError(f"--data.features: there is no column {feature.name!r}. {columns}")
 
 
 def _without_bad_numbers(file: AtomicFile, names: Sequence[str], *, allow_blank: bool) -> AtomicFile:
@@ -339,7 +359,7 @@ def _without_bad_numbers(file: AtomicFile, names: Sequence[str], *, allow_blank:
 
 
 def _fits_float32(text: str) -> bool:
-    return _is_float(text) and abs(float(text)) <= _LARGEST
+    return _is_float(text) and abs(float(text)) <= LARGEST
 
 
 def _order_by_vocabulary(file: AtomicFile, key: str, vocabulary: Vocabulary) -> AtomicFile:
@@ -372,17 +392,19 @@ def _encode(feature: Feature, texts: Sequence[str], vocabularies: dict[str, Voca
     return Ragged.from_lengths(rows, torch.tensor([len(bag) for bag in bags], dtype=torch.int64))
 
 
-def _with_rows(feature: Feature, vocabularies: Mapping[str, Vocabulary]) -> Feature:
+def with_rows(feature: Feature, vocabularies: Mapping[str, Vocabulary]) -> Feature:
     if feature.kind == "number":
         return feature
     needed = len(vocabularies[feature.name])
     if feature.rows and feature.rows < needed:
-        raise ValueError(f"feature {feature.name!r}: rows={feature.rows} are too few: it needs {needed}")
+        raise UserError(f"feature {feature.name!r}: rows={feature.rows} are too few: it needs {needed}")
     return replace(feature, rows=feature.rows or needed)
 
 
 def read_titles(ratings: Ratings) -> dict[str, str]:
-    """Read the titles of items by their ids, with the year if the title lacks it. Empty if the .item file has no titles."""
+    """Read the titles of items by their ids, with the year if the title lacks it. Empty if the data has no titles."""
+    if ratings.titles is not None:
+        return ratings.titles
     path = ratings.path.with_suffix(".item")
     if not path.is_file():
         return {}

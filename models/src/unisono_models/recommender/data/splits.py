@@ -1,4 +1,7 @@
-"""Random splits into train, validation and test: by rows, by each user's rows, or by chunks. They depend on the seed alone."""
+"""Splits into train, validation and test: at random by rows, by each user's rows or by chunks; by time; or leave one out.
+
+They depend on the data and the seed alone, not on the number of ranks.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono_models.recommender.data.chunks import Chunks
+from unisono_models.training.errors import UserError
 from unisono_models.training.randomness import make_generator
 
 
@@ -46,6 +50,41 @@ def split_groups(groups: Tensor, parts: Sequence[float], *, seed: int) -> SplitI
     return SplitIndices(*(order[split == number].sort().values for number in range(3)))
 
 
+def split_by_time(times: Tensor, parts: Sequence[float]) -> SplitIndices:
+    """Split rows by their times: the oldest are for training, the newest for the test. Equal times keep the order of the rows.
+
+    Example:
+        >>> [rows.tolist() for rows in split_by_time(torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0]), (0.6, 0.2, 0.2))]
+        [[1, 3, 4], [2], [0]]
+    """
+    validate_parts(parts)
+    order = times.argsort(stable=True)
+    first, second = _split_ends(len(times), parts)
+    return SplitIndices(*(part.sort().values for part in (order[:first], order[first:second], order[second:])))
+
+
+def leave_one_out(groups: Tensor, times: Tensor | None, *, seed: int) -> SplitIndices:
+    """Keep the last row of each group for the test, and the one before it for validation. Without times, two random rows.
+
+    A group of two rows has none for validation, and a group of one row is for training.
+
+    Example:
+        >>> users, times = torch.tensor([7, 7, 7, 8, 8, 9]), torch.tensor([3.0, 1.0, 2.0, 5.0, 6.0, 1.0])
+        >>> [rows.tolist() for rows in leave_one_out(users, times, seed=0)]
+        [[1, 3, 5], [2], [0, 4]]
+    """
+    if times is None:
+        times = torch.rand(len(groups), generator=make_generator(seed, "split"), dtype=torch.float64)
+    order = times.argsort(stable=True)
+    order = order[groups[order].argsort(stable=True)]
+    _, counts = groups[order].unique_consecutive(return_counts=True)
+    from_end = counts.cumsum(0).repeat_interleave(counts) - 1 - torch.arange(len(groups))
+    sizes = counts.repeat_interleave(counts)
+    test = (from_end == 0) & (sizes > 1)
+    valid = (from_end == 1) & (sizes > 2)
+    return SplitIndices(*(order[chosen].sort().values for chosen in (~test & ~valid, valid, test)))
+
+
 def _split_ends(count: int, parts: Sequence[float]) -> tuple[int, int]:
     """Where the first and the second split of `count` rows end."""
     counts = [int(part * count) for part in parts]
@@ -61,7 +100,8 @@ def _split_ends(count: int, parts: Sequence[float]) -> tuple[int, int]:
 
 def validate_parts(parts: Sequence[float]) -> None:
     if len(parts) != 3 or min(parts) < 0 or abs(sum(parts) - 1) > 1e-6:
-        raise ValueError(f"split: parts={tuple(parts)} must be three fractions that add up to 1: train, validation, test")
+        given = " ".join(f"{part:g}" for part in parts)
+        raise UserError(f"--data.parts {given}: must be three fractions that add up to 1: training, validation, test")
 
 
 def split_chunks(chunks: Chunks, part: float, seed: int) -> SplitIndices:
@@ -94,9 +134,9 @@ def split_chunks(chunks: Chunks, part: float, seed: int) -> SplitIndices:
     if first < units:
         second = int(torch.searchsorted(ends, int(ends[first - 1]) + target)) + 1
     if second >= units:
-        raise ValueError(
-            f"split_chunks: part={part}: {units} chunks with {rows:,} rows are too few to hold out some for validation and "
-            "some for the test: make smaller chunks (data.chunk_rows), or hold out less"
+        raise UserError(
+            f"--data.parts: {units} chunks with {rows:,} rows are too few to hold out {part:g} of them for validation and "
+            "as much for the test: make smaller chunks (--data.chunk-rows), or hold out less"
         )
     valid = position < first
     test = (position >= first) & (position < second)

@@ -11,6 +11,7 @@ from unisono.embedding.optimizers import Rule
 from unisono_models.recommender.config import DataConfig, TablesConfig
 from unisono_models.recommender.data.batch import Ids
 from unisono_models.recommender.data.features import Feature
+from unisono_models.training.errors import UserError
 
 WIRE_DTYPES = {"full": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS: dict[str, type[Rule]] = {
@@ -50,9 +51,9 @@ class EmbeddingTables(nn.Module):
     ) -> None:
         super().__init__()
         if not features:
-            raise ValueError("data.features: at least one has to be of ids: a recommender looks up embeddings")
+            raise UserError("--data.features: at least one has to be of ids: a recommender looks up embeddings")
         if unsized := [feature.name for feature in features if not feature.rows]:
-            raise ValueError(f"data.features: {', '.join(unsized)}: streamed data needs a number of rows: NAME:id:ROWS")
+            raise UserError(f"--data.features: {', '.join(unsized)}: click logs need a number of rows: NAME:id:ROWS")
 
         def initialize(rows: Tensor, random: torch.Generator) -> None:
             rows.normal_(0, init, generator=random)

@@ -10,6 +10,7 @@ from unisono_models.recommender.config import ModelConfig
 from unisono_models.recommender.data.batch import Batch, Ids
 from unisono_models.recommender.model.heads import make_mlp
 from unisono_models.recommender.model.tables import EmbeddingTables
+from unisono_models.training.errors import UserError
 
 
 class TwoTower(nn.Module):
@@ -24,9 +25,10 @@ class TwoTower(nn.Module):
         known = {feature.name for feature in tables.features}
         for side, names in (("users", config.users), ("items", config.items)):
             if not names:
-                raise ValueError(f"model.{side}: a tower needs at least one feature")
+                raise UserError(f"--model.{side}: a tower needs at least one feature")
             if unknown := set(names) - known:
-                raise ValueError(f"model.{side}: {sorted(unknown)} are not among the features of ids")
+                missing = ", ".join(sorted(unknown))
+                raise UserError(f"--model.{side}: {missing}: not among the features of ids (--data.features)")
         self.user = self._make_tower()
         self.item = self._make_tower()
         self.dropout = nn.Dropout(config.embedding_dropout)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,6 +225,30 @@ class ShardReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def find_nan(directory: Path, index: Mapping[str, TensorEntry], files: Collection[str]) -> list[str]:
+    """List the tensors of `index` that have a NaN in one of `files`. Infinities are not looked for: a mask may have them."""
+    found = []
+    for name, entry in index.items():
+        parts = [part for part in entry.parts if part.file in files]
+        if any(has_nan(rows) for part in parts for rows in _iterate_rows(directory, part, entry.dtype)):
+            found.append(name)
+    return found
+
+
+def has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() > 1 and bool(tensor.isnan().any())  # not of 8 bits
+
+
+def _iterate_rows(directory: Path, part: TensorBlock, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Read a block of a floating dtype, some rows at a time. Other dtypes have nothing to find."""
+    if not dtype.is_floating_point:
+        return
+    rows = part.sizes[0] if part.sizes else 1
+    step = max(1, _PIECE // max(1, math.prod(part.sizes[1:]) * dtype.itemsize))
+    for first in range(0, rows, step):
+        yield _read_rows(directory / part.file, part, dtype, first, min(step, rows - first))
 
 
 def _read_rows(path: Path, part: TensorBlock, dtype: torch.dtype, first: int, rows: int) -> Tensor:

@@ -14,6 +14,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 import tyro
 
 from unisono_models.training.config.serialization import config_from_json
+from unisono_models.training.config.validate import validate_config
+from unisono_models.training.errors import UserError, process_rank
 from unisono_models.training.run.run_directory import read_config
 
 Config = TypeVar("Config")
@@ -65,11 +67,12 @@ class Recipes(Generic[Config]):
 
         Raises: SystemExit with status 2, after rank 0 has printed what is wrong with the command line.
         """
-        is_rank_0 = os.environ.get("RANK", "0") == "0"
+        is_rank_0 = process_rank() == 0
         try:
             return self._parse(list(sys.argv[1:] if args is None else args), is_rank_0)
         except SystemExit as end:
-            if end.code and not is_rank_0:  # torchrun ends all ranks when one fails: rank 0 has to be the one that prints
+            # torchrun ends all ranks when one fails: rank 0 has to be the one that prints
+            if end.code and not is_rank_0 and "TORCHELASTIC_RUN_ID" in os.environ:
                 time.sleep(_RANK_0_FIRST)
             raise
 
@@ -100,6 +103,10 @@ class Recipes(Generic[Config]):
         changed = tyro.cli(self.kind, prog=prog, description=description, default=config, args=fields, console_outputs=verbose)
         if self.adapt is not None:
             changed = self.adapt(config, changed, _typed_fields(fields))
+        try:
+            validate_config(changed)
+        except UserError as error:
+            self._exit(str(error), verbose)
         return name, changed
 
     def _read(self, path: str, verbose: bool) -> tuple[str, Config]:

@@ -5,21 +5,24 @@ import hashlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-from torch.distributed.rendezvous import rendezvous
 
+from unisono.collectives import LaunchEnv, init_distributed, read_launch_env
+from unisono.collectives.launch import choose_device
 from unisono.collectives.sizes import even_sizes
-from unisono_models.training.distributed.rendezvous import call_within, wait_for_ranks
-from unisono_models.training.errors import UserError
+from unisono_models.training.distributed.rendezvous import call_within, count_lower_ranks_here, open_store, wait_for_ranks
+from unisono_models.training.errors import UserError, process_rank
 
+T = TypeVar("T")
 _MIN_START_TIMEOUT = 300.0  # seconds for all ranks to start: a cold file system delays some of them
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _RANK_0_FIRST = 1.0  # seconds in which rank 0 says that it has the same mistake
@@ -73,14 +76,18 @@ def shard_chunks(count: int, rank: int, world_size: int, rows: int) -> list[rang
 
 @contextmanager
 def start_ranks(*, timeout: float = 600.0) -> Iterator[Ranks]:
-    """Join the other ranks that torchrun started. Without torchrun there is one rank and no process group. A context manager.
+    """Join the other ranks that a launcher started. Without one there is one rank and no process group. A context manager.
 
-    The device is this rank's accelerator, or the CPU if there is none. The group uses gloo for CPU tensors and the
-    accelerator's own backend for its tensors. A collective fails after `timeout` seconds. Ranks get at least five minutes to
-    start. A process group that exists already is used, and not destroyed at the end.
+    The launcher is torchrun, srun, mpirun, or whatever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: see
+    unisono.collectives.read_launch_env. The device is this rank's accelerator, or the CPU if there is none. The group uses gloo
+    for CPU tensors and the accelerator's own backend for its tensors. A collective fails after `timeout` seconds. Ranks get at
+    least five minutes to start; after some seconds a line says which ones are missing. A process group that exists already is
+    used, and not destroyed at the end.
 
     An exception is recorded for torchrun's summary and raised again. The process then ends within seconds, even if a thread or
     a collective still waits for a rank that is gone.
+
+    Raises: UserError if the launcher's variables are incomplete, or if ranks do not start.
 
     Example:
         with start_ranks(timeout=60) as ranks:
@@ -88,58 +95,62 @@ def start_ranks(*, timeout: float = 600.0) -> Iterator[Ranks]:
     """
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        yield Ranks(rank, size, local_rank, torch.device("cpu") if dist.get_backend() == "gloo" else _device(local_rank, size))
+        device = torch.device("cpu") if dist.get_backend() == "gloo" else init_distributed()
+        yield Ranks(rank, size, int(os.environ.get("LOCAL_RANK", rank)), device)
         return
-    if not dist.is_torchelastic_launched():
-        yield Ranks(0, 1, 0, _device(0, 1))
+    env = _as_mistake(read_launch_env)
+    if env is None:
+        yield Ranks(0, 1, 0, _choose_device(None))
         return
-    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     try:
-        device = _device(local_rank, size)
-        _start_group(rank, size, device, timeout)
-        yield Ranks(rank, size, local_rank, device)
+        device = _choose_device(env)
+        local_rank = _start_group(env, device, timeout)
+        yield Ranks(env.rank, env.world_size, local_rank, device)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             _end_soon(error)
             if isinstance(error, UserError):
-                error.printed_by = _choose_printer(str(error), rank)
+                error.printed_by = _choose_printer(str(error), env.rank)
             raise
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 
 
-def _start_group(rank: int, size: int, device: torch.device, timeout: float) -> None:
+def _as_mistake(call: Callable[[], T]) -> T:
+    """Return what `call` returns. A wrong environment variable is the user's mistake, perhaps on this rank only."""
+    try:
+        return call()
+    except ValueError as error:
+        mistake = UserError(str(error))
+        mistake.printed_by = process_rank()
+        raise mistake from None
+
+
+def _choose_device(env: LaunchEnv | None) -> torch.device:
+    device = _as_mistake(lambda: choose_device(env))
+    if device.type == "cpu":
+        _keep_freed_memory()
+    return device
+
+
+def _start_group(env: LaunchEnv, device: torch.device, timeout: float) -> int:
+    """Initialise the process group and return the local rank."""
     start_timeout = max(timeout, _MIN_START_TIMEOUT)
     limit = timedelta(seconds=timeout)
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=start_timeout)))
+    store = open_store(env, timeout=start_timeout)
     store.set_timeout(limit)
+    prints = not env.local_rank  # one rank of each host
+    own_store = wait_for_ranks(store, rank=env.rank, size=env.world_size, timeout=start_timeout, prints=prints)
     backends = {"cpu": "gloo"} | ({} if device.type == "cpu" else {device.type: dist.get_default_backend_for_device(device)})
     dist.init_process_group(
         ",".join(f"{kind}:{backend}" for kind, backend in backends.items()),
-        store=wait_for_ranks(store, rank=rank, size=size, timeout=start_timeout),
-        rank=rank,
-        world_size=size,
+        store=own_store,
+        rank=env.rank,
+        world_size=env.world_size,
         timeout=limit,
     )
-
-
-def _device(local_rank: int, size: int) -> torch.device:
-    """Choose the accelerator of this rank and make it the current one. Without one that ranks can share, choose the CPU."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        _keep_freed_memory()
-        return torch.device("cpu")
-    if size > 1 and dist.get_default_backend_for_device(accelerator.type) == "gloo":
-        return torch.device("cpu")  # it has no backend of its own (mps), and gloo takes only CPU tensors
-    if local_rank >= torch.accelerator.device_count():
-        raise UserError(
-            f"local rank {local_rank} has no device: this host has {torch.accelerator.device_count()} of type "
-            f"{accelerator.type}. Start at most that many ranks on it (--nproc-per-node), or hide the devices to use CPUs"
-        )
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(accelerator.type, local_rank)
+    return count_lower_ranks_here(own_store, rank=env.rank) if env.local_rank is None else env.local_rank
 
 
 def _choose_printer(text: str, rank: int) -> int:

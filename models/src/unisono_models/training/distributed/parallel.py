@@ -1,6 +1,7 @@
 """A model on several ranks: DDP or FSDP2, mixed precision, activation checkpointing, compiled blocks."""
 
 import os
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,9 +15,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono.dataparallel import broadcast_parameters
 from unisono_models.training.config import ParallelConfig
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import all_gather_object
+from unisono_models.training.errors import UserError
 from unisono_models.training.randomness import recompute_with_same_dropout
 
 
@@ -93,6 +96,7 @@ def _shard(model: nn.Module, blocks: list[nn.Module], config: ParallelConfig, ra
     # No MixedPrecisionPolicy: layers on a CPU cannot mix bfloat16 parameters with float32 activations. With autocast the
     # numbers are those of DDP, at the price of gathering float32.
     mesh = _mesh(config, ranks)
+    broadcast_parameters(model)  # as DDP does; FSDP2 would keep the differences between ranks
     for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -105,10 +109,11 @@ def _mesh(config: ParallelConfig, ranks: Ranks) -> DeviceMesh:
         return init_device_mesh(kind, (ranks.world_size,))
     shard = config.shard
     if shard is None:
-        hosts = set(all_gather_object(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))))
-        if len(hosts) > 1:
-            raise ValueError(f"parallel.shard: the hosts have different numbers of ranks, {sorted(hosts)}: give a number")
-        shard = hosts.pop()
+        hosts = [tuple(host) for host in all_gather_object([socket.gethostname(), os.environ.get("LOCAL_WORLD_SIZE")])]
+        counts = {hosts.count(host) if host[1] is None else int(host[1]) for host in hosts}
+        if len(counts) > 1:
+            raise UserError(f"--parallel.shard: the hosts have different numbers of ranks, {sorted(counts)}: give a number")
+        shard = counts.pop()
     if shard < 1 or ranks.world_size % shard:
-        raise ValueError(f"parallel.shard: {shard} does not divide the number of ranks, {ranks.world_size}")
+        raise UserError(f"--parallel.shard {shard}: it does not divide the number of ranks, {ranks.world_size}")
     return init_device_mesh(kind, (ranks.world_size // shard, shard), mesh_dim_names=("replicate", "shard"))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -222,6 +223,8 @@ class RunLog:
         self._file: MetricsFile | None = None
         self._board: Any = None
         self._failed = False
+        self.diverged: str | None = None
+        """What the first loss that is not finite was, and at which step: on rank 0, as soon as the values are read back."""
         with raise_together("RunLog"):
             if ranks.first:
                 self._file = MetricsFile(run.path / "metrics.jsonl", first_step=first_step)
@@ -236,10 +239,11 @@ class RunLog:
                     self.say(f"metrics.jsonl lacks {missing} of the {first_step} steps before this start")
         self._window = (time.monotonic(), 0)
 
-    def step(self, step: int, values: Mapping[str, Tensor | float], *, samples: int) -> None:
+    def step(self, step: int, values: Mapping[str, Tensor | float], *, samples: int, read: bool = False) -> None:
         """Log the `values` of `step`: numbers, or tensors of one element, which are copied now and read back later.
 
-        The values should be those of the global batch, and `samples` its size: only rank 0's are logged.
+        The values should be those of the global batch, and `samples` its size: only rank 0's are logged. `read` reads them
+        back now.
         """
         _check("RunLog.step", values)
         values = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in values.items()}  # a collective
@@ -250,7 +254,7 @@ class RunLog:
         self._pending.append((step, time.time(), samples, copies))
         self._window = (self._window[0], self._window[1] + samples)
         self._progress.advance()
-        if len(self._pending) >= self.log_every:
+        if read or len(self._pending) >= self.log_every:
             self._read_pending()
             self._write()
 
@@ -304,6 +308,9 @@ class RunLog:
         for (step, when, samples, _), values in zip(self._pending, read, strict=True):
             self._file.add("train", step, {**values, "samples": samples})
             self._plot("train", step, values, when)
+            bad = [name for name, value in values.items() if name.startswith("loss") and not math.isfinite(value)]
+            if bad and self.diverged is None:
+                self.diverged = f"step {step:,}: {bad[0]} is {values[bad[0]]}"
         last = self._pending[-1][0]
         self._pending.clear()
         start, count = self._window
@@ -320,21 +327,28 @@ class RunLog:
         assert self._file is not None
         try:
             self._file.flush(to_disk=to_disk)
-            if to_disk and self._board is not None:
-                self._board.flush()
         except OSError as error:
             if not self._failed:
                 self.say(f"metrics.jsonl cannot be written ({error}). The run continues and tries again")
             self._failed = True
         else:
             self._failed = False
+        if to_disk:
+            self._on_board(lambda board: board.flush())
 
     def _plot(self, kind: str, step: int, values: Mapping[str, float], when: float) -> None:
+        def add(board: Any) -> None:
+            for name, value in values.items():
+                board.add_scalar(f"{kind}/{name}", value, step, walltime=when)
+
+        self._on_board(add)
+
+    def _on_board(self, write: Callable[[Any], None]) -> None:
+        """Do something with TensorBoard's writer. If that fails, the run goes on without it."""
         if self._board is None:
             return
         try:
-            for name, value in values.items():
-                self._board.add_scalar(f"{kind}/{name}", value, step, walltime=when)
+            write(self._board)
         except Exception as error:  # TensorBoard writes in a thread, which may raise anything
             self.say(f"TensorBoard's events cannot be written ({error}). The run continues without them")
             self._board = None
@@ -343,8 +357,7 @@ class RunLog:
         if self._file is not None:
             self._file.close()
             self._progress.close()
-        if self._board is not None:
-            self._board.close()
+            self._on_board(lambda board: board.close())
 
 
 def _check(caller: str, values: Mapping[str, Tensor | float]) -> None:

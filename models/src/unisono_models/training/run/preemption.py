@@ -47,10 +47,16 @@ class StopSignal:
 
     def received_by_any_rank(self) -> bool:
         """Return whether any rank got a signal: the same answer on every rank. All ranks have to call it equally often."""
+        return self.agree()[0]
+
+    def agree(self, *, failed: bool = False) -> tuple[bool, bool]:
+        """Return whether any rank got a signal, and whether any rank called this with `failed`, by one message."""
         self._calls += 1
+        any_failed = failed
         if not self._agreed and self._calls % self._every == 0:
-            self._agreed = bool(all_reduce(torch.tensor([int(self.received is not None)])).item())
-        return self._agreed
+            signals, failures = all_reduce(torch.tensor([int(self.received is not None), int(failed)])).tolist()
+            self._agreed, any_failed = bool(signals), bool(failures)
+        return self._agreed, any_failed
 
     def __enter__(self) -> StopSignal:
         for number in (signal.SIGTERM, signal.SIGINT):

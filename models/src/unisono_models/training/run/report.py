@@ -24,16 +24,20 @@ IMAGE_TYPES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", 
 
 
 def html_table(rows: Sequence[Row]) -> str:
-    """Format `rows` as an HTML table. The columns are their keys, in order of appearance. Numbers are aligned to the right."""
+    """Format `rows` as an HTML table. The columns are their keys, in order of appearance. Numbers are aligned to the right.
+
+    On a narrow screen a table of many columns shows each row as a list: report.css needs the name of its column in each cell.
+    """
     columns = list(dict.fromkeys(name for row in rows for name in row))
     numeric = {name for name in columns if all(_is_number(row.get(name, 0)) for row in rows)}
     heads = "".join(f"<th{_class(name in numeric)}>{escape(name)}</th>" for name in columns)
     lines = []
     texts = {name: _aligned([row.get(name, "") for row in rows]) for name in columns}
     for i in range(len(rows)):
-        cells = [f"<td{_class(name in numeric)}>{escape(texts[name][i])}</td>" for name in columns]
+        cells = [f'<td data-column="{escape(name)}"{_class(name in numeric)}>{escape(texts[name][i])}</td>' for name in columns]
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    kind = ' class="wide"' if len(columns) > 3 else ""
+    return f'<div class="scroll"><table{kind}><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
 def key_value_table(values: Mapping[str, object], *, code: bool = False) -> str:
@@ -60,11 +64,11 @@ def data_url(content: bytes, kind: str = "png") -> str:
 
 
 def format_number(value: object) -> str:
-    """Format a value for people, with four significant digits.
+    """Format a value for people, with four digits.
 
     Example:
-        >>> format_number(0.20483), format_number(1633.0), format_number(12345.678), format_number(3e-9), format_number("a")
-        ('0.2048', '1,633', '12,346', '3e-09', 'a')
+        >>> [format_number(value) for value in (0.20483, 0.05, 12.3, 1633.0, 12345.678, 3e-9, "a")]
+        ['0.2048', '0.0500', '12.30', '1,633', '12,346', '3e-09', 'a']
     """
     if not isinstance(value, float) or not math.isfinite(value):
         return f"{value:,}" if _is_number(value) and isinstance(value, int) else str(value)
@@ -72,7 +76,9 @@ def format_number(value: object) -> str:
         return f"{int(value):,}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.4g}"
+    if 0.001 <= abs(value) < 1:
+        return f"{value:.4f}"
+    return f"{value:#.4g}".rstrip(".") if abs(value) >= 1 else f"{value:.4g}"
 
 
 def print_table(rows: Sequence[Row], *, title: str, format_cell: Callable[[object], str] = format_number) -> None:
@@ -106,6 +112,8 @@ def _aligned(values: Sequence[object]) -> list[str]:
     given = [(value, text) for value, text in zip(values, texts, strict=True) if text]
     if all(isinstance(value, float) and abs(value) < 1000 and "e" not in text for value, text in given):
         decimals = max((len(text.partition(".")[2]) for _, text in given), default=0)
+        if any(abs(value) >= 0.01 for value, _ in given):
+            decimals = min(decimals, 4)
         return [f"{value:.{decimals}f}" if text else "" for value, text in zip(values, texts, strict=True)]
     return texts
 
@@ -174,7 +182,7 @@ def write_report(
                 _section("Notes", _notes(notes)),
                 "<footer>Written by unisono-models.</footer>",
             ]
-            atomic_write(path, _page(title, "\n".join(part for part in body if part)))
+            atomic_write(path, _page(f"{title} ({run.path.name})", "\n".join(part for part in body if part)))
     return path
 
 
@@ -191,7 +199,7 @@ def _page(title: str, body: str) -> str:
 def _header(title: str, intro: str, path: Path) -> str:
     saved = read_config(path)
     starts = read_provenance(path)["starts"]
-    facts = {"model": saved["model"], "recipe": saved["recipe"]}
+    facts = {"run": path.name, "model": saved["model"], "recipe": saved["recipe"]}
     run = saved["config"].get("run", {})
     facts |= {name: format_number(run[name]) for name in ("steps", "seed") if name in run}
     if starts:
