@@ -82,7 +82,8 @@ def metric_rows(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for task in tasks:
         test, _, name = task.partition("/")
-        found = {each: metrics[f"{task}/{each}"] for each in METRICS}
+        found: dict[str, float] = {each: metrics[f"{task}/{each}"] for each in METRICS}
+        found["median_rank"] = int(rank) if (rank := found["median_rank"]) == int(rank) else rank
         rows.append({"test": test, "task": name.replace("_", " ")} | found | {"pairs": int(metrics[f"{test}/rows"])})
     for name, value in metrics.items():
         if name.endswith("zero_shot/accuracy"):
@@ -101,7 +102,7 @@ def unread_tests(metrics: Mapping[str, float], datasets: Datasets) -> list[str]:
 
 
 def _format_cell(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) and value < 1 else format_number(value)
+    return f"{value:.3f}" if isinstance(value, float) and value <= 1 else format_number(value)
 
 
 def _exported_model(module: ClipTrainingModule, weights: Mapping[str, Any]) -> Clip:

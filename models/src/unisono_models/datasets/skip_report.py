@@ -138,6 +138,7 @@ class SkipReport:
         parts = [f"{total:,} of {self._count(summary):,} {self._what} skipped."]
         for reason, count in summary["reasons"].items():
             shown = [SkippedSample(index, name, reason, error) for index, name, error in summary["examples"].get(reason, [])]
-            texts = [f"{s.name} ({self._place} {s.index})" + (f": {s.error}" if s.error else "") for s in shown]
+            names = [s.name if f", {self._place} " in s.name else f"{s.name} ({self._place} {s.index})" for s in shown]
+            texts = [name + (f": {s.error}" if s.error else "") for name, s in zip(names, shown, strict=True)]
             parts.append(f"{reason}: {count:,}, such as " + "; ".join(texts))
         return "\n  ".join(parts) if len(parts) > 2 else " ".join(parts)
