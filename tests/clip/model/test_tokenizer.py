@@ -124,7 +124,7 @@ def test_make_tokenizer_rejects_models_without_a_tokenizer(tmp_path):
     transformers.AutoConfig.for_model(**BERT).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"text.model {tmp_path}: it has no tokenizer; use --model.text.tokenizer captions"):
         make_tokenizer(TextConfig(str(tmp_path), tokenizer="model"), CAPTIONS)  # transformers makes one that knows no word
-    with pytest.raises(FileNotFoundError, match=r"package:torch: no folder with a config.json"):
+    with pytest.raises(UserError, match=r"--model.text.model package:torch: no folder with a config.json"):
         make_tokenizer(TextConfig("package:torch", tokenizer="model"), CAPTIONS)
 
 
