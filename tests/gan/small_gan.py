@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.dataparallel import sync_gradients
-from unisono_models.gan.config import LossConfig, ModelConfig
+from unisono_models.gan.config import AugmentConfig, LossConfig, ModelConfig
+from unisono_models.gan.data.augment import NUMBERS
 from unisono_models.gan.data.loader import Batch
 from unisono_models.gan.loss import GAN
 
@@ -35,7 +36,9 @@ CASES: dict[str, tuple[dict[str, object], dict[str, object], float]] = {
         {"kind": "non_saturating", "matching": 0.7, "contrast": 0.5},
         3.0,
     ),
+    "shifted and recoloured": ({}, {}, 3.0),
 }
+AUGMENTS = {"shifted and recoloured": AugmentConfig(shift=0.25, colour=0.5)}
 
 
 def make_gan(case: str) -> GAN:
@@ -44,7 +47,8 @@ def make_gan(case: str) -> GAN:
     config = ModelConfig(**SMALL, **model)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(1)
     conditions = {"class": CLASSES, "none": 0}.get(config.condition, WIDTH)
-    gan = GAN(config, LossConfig(**loss), size=8, channels=1, conditions=conditions).double()  # type: ignore[arg-type]
+    losses = LossConfig(**loss)  # type: ignore[arg-type]
+    gan = GAN(config, losses, size=8, channels=1, conditions=conditions, augment=AUGMENTS.get(case)).double()
     for parameter in gan.parameters():
         fan = max(1, parameter[0].numel())
         parameter.data.copy_(torch.randn(parameter.shape, generator=random, dtype=torch.float64) * fan**-0.5)
@@ -63,6 +67,8 @@ def make_batch(condition: str, step: int = 0) -> Batch:
         noise=torch.randn(ROWS, 8, generator=random, dtype=torch.float64),
         sizes=(ROWS,),
         shift=17 + step,
+        real_changes=torch.rand(ROWS, NUMBERS, generator=random, dtype=torch.float64),
+        fake_changes=torch.rand(ROWS, NUMBERS, generator=random, dtype=torch.float64),
     )
 
 
@@ -72,7 +78,8 @@ def rows_of_rank(batch: Batch, sizes: Sequence[int]) -> Batch:
     first = sum(sizes[:rank])
     rows = slice(first, first + sizes[rank])
     condition, ids = (None if x is None else x[rows] for x in (batch.condition, batch.ids))
-    return Batch(batch.images[rows], condition, ids, batch.noise[rows], tuple(sizes), batch.shift)
+    changes = (x[rows] for x in (batch.real_changes, batch.fake_changes) if x is not None)
+    return Batch(batch.images[rows], condition, ids, batch.noise[rows], tuple(sizes), batch.shift, *changes)
 
 
 LossesAndGradients = tuple[dict[str, float], dict[str, Tensor]]

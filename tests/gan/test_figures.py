@@ -51,14 +51,14 @@ def test_animation_has_all_frames_and_shows_the_ends_longer(tmp_path):
     write_animation(frames, tmp_path / "all.webp")
     with Image.open(tmp_path / "all.webp") as film:
         times = []
-        for number, path in enumerate(frames.values()):
+        for number, path in enumerate(frames[step] for step in (100, 9, 20)):  # a still shows the result
             film.seek(number)
             film.load()
             times.append(film.info["duration"])
             with Image.open(path) as frame:
                 assert film.convert("RGB").crop((0, 0, *frame.size)).tobytes() == frame.tobytes()
         assert film.n_frames == 3 and film.info["loop"] == 0
-    assert times[0] == FIRST_FRAME and times[2] == LAST_FRAME and 0 < times[1] < FIRST_FRAME
+    assert times[0] == LAST_FRAME and times[1] == FIRST_FRAME and 0 < times[2] < FIRST_FRAME
 
 
 def test_large_animation_gets_fewer_frames(tmp_path):

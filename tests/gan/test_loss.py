@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import softplus
 from torch.optim import Adam
 
@@ -25,7 +26,7 @@ from tests.gan.small_gan import (
 from unisono.collectives import count_bytes
 from unisono.dataparallel import GradientSync
 from unisono_models.gan.config import LossConfig, ModelConfig
-from unisono_models.gan.loss import GAN, frozen, mismatched_conditions
+from unisono_models.gan.loss import GAN, frozen, global_means, mismatched_conditions, squared_gradients
 from unisono_models.gan.model.discriminator import Discriminator
 from unisono_models.gan.model.generator import Generator, start_average, update_average
 
@@ -246,6 +247,28 @@ def test_losses_communicate_once_unless_groups_straddle(ranks):
     assert straddling == [[{"all_reduce": 9}, {"all_reduce": 9}, {"all_reduce": 5}, {"all_reduce": 3}]] * 2
 
 
+def penalties_of_a_loss(sizes):
+    """Return the squared gradients of a loss that all ranks compute alike, and of the same loss divided by their number."""
+    rank = dist.get_rank() if len(sizes) > 1 else 0
+    rows = torch.arange(1.0, 7, dtype=torch.float64)[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
+    found = []
+    for divisor in (1, len(sizes)):
+        x = rows[:, None].clone().requires_grad_()
+        loss = global_means({"loss": x[:, 0] ** 3})["loss"] / divisor
+        found.append(squared_gradients([loss[None]], [x])[0].detach())
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (3, 0, 3)], ids=str)
+def test_penalty_of_a_loss_of_all_rows_needs_a_division_by_the_ranks(ranks, sizes):
+    """As the README says: a loss that all ranks compute alike counts W times, so its squared gradients are W² too large."""
+    _, expected = penalties_of_a_loss((6,))
+    found = ranks(penalties_of_a_loss, sizes, world_size=len(sizes))
+    plain, divided = (torch.cat(parts) for parts in zip(*found, strict=True))
+    torch.testing.assert_close(divided, expected)
+    torch.testing.assert_close(plain, len(sizes) ** 2 * expected)
+
+
 def test_rejects_wrong_conditions_and_sizes():
     with pytest.raises(ValueError, match=r"matching=0.5, contrast=0.0: both need a condition, not 'none'"):
         GAN(ModelConfig(condition="none"), LossConfig(matching=0.5), size=16, channels=1)
@@ -254,7 +277,9 @@ def test_rejects_wrong_conditions_and_sizes():
         with pytest.raises(ValueError, match="condition is None, but the network was built for condition='class'"):
             network(x.double())
     for network in (Generator, Discriminator):
-        with pytest.raises(ValueError, match=r"data.size=10 with model.patch=2 and the channels.* multiple of 2 \* 2\*\*1 = 4"):
+        with pytest.raises(
+            ValueError, match=r"--data.size 10: .*2 resolutions and --model.patch 2 .*multiple of 4, from 8 on: take 8 or 12"
+        ):
             network(ModelConfig(**SMALL), size=10, channels=1, conditions=CLASSES)
     with pytest.raises(ValueError, match=r"sizes=\(3,\) promises 3 along dim 0, but x has shape \(2,\)"):
         mismatched_conditions(torch.zeros(2), shift=1, sizes=(3,))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gan.data.image_files import write_image
 from tests.training.skip_plots import skip_plots
 from unisono_models.gan.commands.evaluate import main as evaluate
 from unisono_models.gan.commands.sample import main as sample
@@ -73,7 +74,7 @@ def test_run_writes_all_files(on_two):
     summary = json.loads((on_two / "summary.json").read_text())
     assert {
         "frechet_distance",
-        "kernel_distance",
+        "relative_kernel_distance",
         "precision",
         "recall",
         "label_accuracy",
@@ -121,6 +122,38 @@ def test_finished_run_can_be_evaluated_and_sampled(on_two, tmp_path, capsys):
     assert (tmp_path / "grid.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Ten photos in two classes, and a file that is none."""
+    folder = tmp_path_factory.mktemp("data") / "my photos"
+    for number in range(10):
+        write_image(folder / ("big cat", "dog")[number % 2] / f"{number}.jpg", 20 * number, mode="RGB", size=(20, 24))
+    (folder / "dog" / "x.jpg").write_text("no image")
+    return folder
+
+
+def test_photos_of_any_folder_can_be_trained(photos, tmp_path, capsys):
+    """The terminal and the report speak of the user's own images, with and without classes."""
+    small = ["--data.source", str(photos), "--data.size", "16", "--data.max-broken", "0.1", "--model.generator", "8", "8"]
+    small += ["--model.discriminator", "8", "8", "--run.steps", "2", "--evaluation.feature-extractor-steps", "2"]
+    small += ["--evaluation.samples", "8"]
+    for condition in ("none", "class"):
+        directory = tmp_path / condition
+        with skip_plots():
+            main(["photos", *small, "--model.condition", condition, "--run.dir", str(directory)])
+        said = "".join(capsys.readouterr())
+        assert "1 of 11 images skipped. broken image: 1, such as dog/x.jpg (file 10): not an image" in said
+        assert "10 of 10 images are not square: their centre square is used." in said
+        assert "--data.batch 64 is more than the 8 images to train on" in said and "only 8 images to train on" in said
+        assert "only 2 images: too few for the metrics of real images, which are left out" in said
+        assert ("The 2 classes (big cat, dog) are not used" in said) is (condition == "none")
+        assert ("--labels 'big cat' dog --out" in said) is (condition == "class")
+        page = (directory / "report.html").read_text()
+        assert "<h1>Images like those of my photos</h1>" in page and "1 of 11 images skipped" in page
+    with pytest.raises(SystemExit, match="'cow' is not a class; the classes are big cat, dog"):
+        sample([str(directory), "--labels", "cow"])
+
+
 def test_penalty_weight_makes_up_for_steps_without_penalty():
     config = RECIPES["tiny"]
     every = LossConfig.penalty_every
@@ -131,13 +164,19 @@ def test_penalty_weight_makes_up_for_steps_without_penalty():
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("--data.batch", "0", "data.batch=0: must be at least 1"),
-        ("--model.generator", "", "model.generator=(): must be one or more numbers"),
-        ("--loss.penalty-every", "0", "loss.penalty_every=0: must be at least 1"),
-        ("--optimizer.half-life", "0", "optimizer.half_life=0.0: must be above 0"),
-        ("--evaluation.neighbours", "60", "evaluation.samples=60: must be greater than evaluation.neighbours"),
-        ("--model.generator", "16 8 4 2 1", "multiple of 2 * 2**4 = 32"),
-        ("--model.condition", "none --loss.contrast 1", "loss.contrast=1.0: must be 0 if model.condition is none"),
+        ("--data.batch", "0", "--data.batch 0: must be at least 1"),
+        ("--model.generator", "", "--model.generator: must be one or more numbers"),
+        ("--loss.penalty-every", "0", "--loss.penalty-every 0: must be at least 1"),
+        ("--optimizer.half-life", "0", "--optimizer.half-life 0.0: must be above 0"),
+        ("--evaluation.neighbours", "60", "--evaluation.samples 60: must be greater than --evaluation.neighbours"),
+        (
+            "--model.generator",
+            "16 8 4 2 1",
+            "--data.size 16: networks with 5 resolutions and --model.patch 2 make images whose size is a multiple of 32",
+        ),
+        ("--model.condition", "none --loss.contrast 1", "--loss.contrast 1.0: must be 0 with --model.condition none"),
+        ("--augment.shift", "0.6", "--augment.shift 0.6: must be from 0 to 0.5"),
+        ("--optimizer.warmup", "2", "--optimizer.warmup 2.0: must be from 0 to 1"),
     ],
 )
 def test_wrong_options_are_rejected(option, value, says, tmp_path, capsys):
@@ -151,13 +190,13 @@ def test_changed_images_are_rejected(tmp_path):
     saved = json.loads((tmp_path / "run/config.json").read_text())
     saved["config"]["data"]["test_part"] = 0.3
     (tmp_path / "run/config.json").write_text(json.dumps(saved))
-    with pytest.raises(ValueError, match="feature extractor was trained on other images"):
+    with pytest.raises(ValueError, match=r"--data\.source has other images now than when the run began"):
         train(tmp_path / "run", "--data.test-part", "0.3")
     (tmp_path / "run/feature_extractor.safetensors").unlink()
     with (tmp_path / "run/metrics.jsonl").open("a") as file:  # a step after the newest checkpoint
         file.write('{"kind": "train", "step": 2, "loss": 1.0, "samples": 64}\n')
     logged = (tmp_path / "run/metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"data\.source=mnist-5k has other images now than when the run began"):
+    with pytest.raises(ValueError, match=r"--data\.source mnist-5k has other images now than when the run began"):
         train(tmp_path / "run", "--data.test-part", "0.3")
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == logged, "a start that is refused changes nothing"
 
@@ -169,6 +208,6 @@ def test_divergence_ends_the_run(tmp_path):
 
 
 def test_too_few_images_are_rejected_before_training(tmp_path):
-    with pytest.raises(ValueError, match=r"must be less than evaluation\.samples=5000 and less than the 4000 images"):
+    with pytest.raises(ValueError, match=r"must be less than --evaluation\.samples 5000 and less than the 4,000 images"):
         train(tmp_path / "run", "--evaluation.samples", "5000", "--evaluation.neighbours", "4500")
     assert not (tmp_path / "run/feature_extractor.safetensors").exists()

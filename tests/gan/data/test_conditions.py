@@ -16,6 +16,7 @@ from unisono_models.gan.config import DataConfig
 from unisono_models.gan.data import dataset as dataset_module
 from unisono_models.gan.data.conditions import TextEncoder, encode_captions
 from unisono_models.training.distributed.launch import start_ranks
+from unisono_models.training.errors import UserError
 
 
 class GroupEncoder:
@@ -56,7 +57,16 @@ def test_classes_without_captions_are_dropped(monkeypatch: pytest.MonkeyPatch, t
     for images in (datasets.train, datasets.test):
         assert images.classes == ("ant", "cow") and images.labels is not None
         assert images.labels.tolist() == [int(shade % 3 == 2) for shade in images.pixels[:, 0, 0, 0].tolist()]
-    assert datasets.notes[-1] == "These classes are dropped, since none of their images is left: bee."
+    assert datasets.notes[1] == "These classes are dropped, since none of their images is left: bee."
+
+
+def test_text_encoder_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in (str(tmp_path), "package:no_such_package"):
+        with pytest.raises(
+            UserError, match=rf"^--data\.text-model {name}: the text encoder cannot be loaded\. Give the folder"
+        ):
+            TextEncoder(name, device=torch.device("cpu"))
 
 
 def test_minilm_vectors_do_not_depend_on_padding_and_reflect_meaning(tmp_path: Path) -> None:

@@ -36,7 +36,11 @@ def test_folder_is_the_same_on_one_and_three_ranks(folder: Path, ranks: Callable
         assert torch.equal(labels, pixels[:, 0, 0, 0].long() // 40)
         assert torch.equal(vectors[:, 0], 2 * (pixels[:, 0, 0, 0].float() / 10))  # broken images have rows, too
     assert test[1].tolist() == [0, 1, 1, 2]  # round(.4 * 3), round(.4 * 4) and round(.4 * 2) of each
-    assert len(notes) == 1 and notes[0].startswith("2 of 11 images skipped. broken image: 2, such as ant/3.png (file 3): ")
+    assert notes[0].startswith("2 of 11 images skipped. broken image: 2, such as ant/3.png (file 3): ")
+    assert notes[1:] == (
+        "4 of 9 images are saved in colour and turned to grey. --data.colour trains on their colours.",
+        "--data.batch 64 is more than the 5 images to train on: each step has all of them once.",
+    )
     for other in ranks(describe_datasets, config, "vector", world_size=3):
         assert other[2:] == [notes, fingerprint]
         for mine, theirs in zip((train, test), other[:2], strict=True):
@@ -46,7 +50,7 @@ def test_folder_is_the_same_on_one_and_three_ranks(folder: Path, ranks: Callable
 def test_too_many_broken_images_raise_on_all_ranks(folder: Path, ranks: Callable[..., list[Any]]) -> None:
     config = DataConfig(str(folder), size=4, max_broken=0.18)
     found = ranks(build_error, [config] * 2, "none", world_size=2)
-    assert found[0] == found[1] and found[0].startswith(f"ValueError: data.source={folder}: 2 of 11 images skipped.")
+    assert found[0] == found[1] and found[0].startswith(f"UserError: --data.source {folder}: 2 of 11 images skipped.")
     assert (
         "such as ant/3.png (file 3): " in found[0]
         and "allowed fraction of 0.18" in found[0]
@@ -89,6 +93,37 @@ def test_images_are_cropped_rotated_and_put_on_white(tmp_path: Path) -> None:
     assert grey[255].unique().tolist() == [255] and grey[128].unique().tolist() == [128]
     assert grey[0][0].tolist() == [[0, 0], [255, 255]]
     assert colour[255].shape == (3, 2, 2) and (255, 0, 0) in {tuple(x[:, 0, 0].tolist()) for x in _all(tmp_path, True)}
+
+
+def test_images_of_all_kinds_are_read_alike_and_changes_are_said(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (12, 8), (200, 40, 90))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    exact, close = {"rgb.png": "RGB", "rgba.png": "RGBA", "palette.gif": "P"}, {"cmyk.jpg": "CMYK", "plain.webp": "RGB"}
+    for name, mode in (exact | close).items():
+        picture.convert(mode).save(tmp_path / name)
+    picture.convert("P").save(tmp_path / "film.gif", save_all=True, append_images=[Image.new("P", (12, 8), 0)])
+    picture.rotate(90, expand=True).save(tmp_path / "turned.jpg", exif=turned, quality=95)
+    picture.resize((3, 3)).save(tmp_path / "small.png")
+    datasets = build(DataConfig(str(tmp_path), size=4, colour=True, batch=2))
+    pixels = torch.cat([datasets.train.pixels, datasets.test.pixels]).int()
+    assert pixels.shape == (8, 3, 4, 4)
+    assert (pixels - torch.tensor([200, 40, 90]).view(3, 1, 1)).abs().max() < 12  # lossy formats, and the palette of a GIF
+    assert datasets.notes == (
+        "7 of 8 images are not square: their centre square is used.",
+        "1 of 8 images are smaller than --data.size: they are enlarged.",
+    )
+
+
+def test_classes_and_captions_that_are_not_used_are_said(tmp_path: Path) -> None:
+    for shade in range(8):
+        write_image(tmp_path / f"{'abcd'[shade % 4]}/{shade}.png", shade)
+    (tmp_path / "metadata.csv").write_text("file_name,text\n" + "".join(f"{'abcd'[s % 4]}/{s}.png,{s}\n" for s in range(8)))
+    config = DataConfig(str(tmp_path), size=2, test_part=0.5, batch=2)
+    classes, captions = build(config, "none").notes
+    assert classes == "The 4 classes (a, b, c, …) are not used. --model.condition class trains by class."
+    assert captions == "The captions are not used. --model.condition text trains by caption."
+    assert build(config, "class").notes == ()
 
 
 def _all(folder: Path, colour: bool) -> Tensor:

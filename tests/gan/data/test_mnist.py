@@ -46,7 +46,7 @@ def test_mnist_is_padded_and_averaged_or_enlarged() -> None:
     halved = some[64].double().view(-1, 32, 2, 32, 2).mean((2, 4))
     assert float((halved - some[32]).abs().mean()) < 8 < float((halved - some[32].roll(1, 2)).abs().mean())
     assert read_mnist(size=16, colour=True).images.pixels.shape == (5000, 3, 16, 16)
-    with pytest.raises(ValueError, match=r"data.size=20: images of 28 x 28 pixels can be scaled to 8, 16, 28, 32, 64"):
+    with pytest.raises(ValueError, match=r"--data.size 20: images of 28 x 28 pixels can be scaled to 8, 16, 28, 32, 64"):
         read_mnist(size=20)
 
 
@@ -79,7 +79,7 @@ def test_idx_folder_keeps_order_labels_and_test_set(tmp_path: Path) -> None:
     assert read_idx_folder(raw, size=28).test is None
     for name in ("t10k", "train"):
         (raw / f"{name}-labels-idx1-ubyte").unlink()
-    with pytest.raises(ValueError, match=r"model.condition=class: .* has no labels: put the images of each class into"):
+    with pytest.raises(ValueError, match=r"--model.condition class: .* has no classes. Put the images of each class into"):
         build(DataConfig(str(raw), size=28), "class")
 
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from unisono_models.training.config import CheckpointConfig, RunConfig
+from unisono_models.training.config.validate import option_name
+from unisono_models.training.errors import UserError
 
 Condition = Literal["class", "vector", "text", "none"]
 
@@ -13,22 +15,25 @@ class DataConfig:
     """The images to train on."""
 
     source: str = "mnist-5k"
-    """The dataset: mnist-5k or emoji (both come with pip packages), or a folder.
-    A folder holds idx files (the format of MNIST and Fashion-MNIST, plain or .gz) or image files in a subfolder per class."""
+    """The images to train on: a folder, or the name of a dataset that comes with a pip package (mnist-5k or emoji).
+    A folder holds image files, with a subfolder for each class if there are classes; or it holds idx files, the format of
+    MNIST and Fashion-MNIST, plain or .gz."""
     size: int = 28
-    """Height and width of the images in pixels. Images of another size are scaled."""
+    """The height and width of the images in pixels. The centre square of each image is scaled to this size."""
     colour: bool = False
-    """Use three colour channels. The default is one channel of grey."""
+    """Train on three colour channels. Without it, images are turned to grey and have one channel."""
     batch: int = 64
-    """Images in the global batch, over all ranks."""
+    """The number of images in a batch, over all ranks together."""
     test_part: float = 0.2
-    """Fraction of the images that is held out, to measure what real images score. A dataset with its own test set uses that."""
+    """The fraction of the images that is kept from training as the test set: the report shows what real images score.
+    A dataset with a test set of its own uses that."""
     vectors: str = ""
-    """For --model.condition vector: a .npy file with one row for each image, in the order of the sorted paths."""
+    """A .npy file with one row for each image, in the order of the sorted paths. --model.condition vector needs it."""
     text_model: str = ""
-    """For --model.condition text: a folder or Hugging Face name of a text encoder. The default is MiniLM from a pip package."""
+    """The text encoder for --model.condition text: a folder, or a name on the Hugging Face hub.
+    If it is empty, MiniLM from a pip package is used."""
     max_broken: float = 0.01
-    """The run stops if a larger fraction of the image files cannot be read."""
+    """The fraction of the image files that may be broken. They are left out; if more are broken, the run does not start."""
 
     def __post_init__(self) -> None:
         _check("data", self, size=self.size >= 1, batch=self.batch >= 1)
@@ -36,25 +41,46 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class AugmentConfig:
+    """Random changes of the images, so that few images last for more steps. By default there are none."""
+
+    mirror: float = 0.0
+    """The probability that a real image is mirrored, left to right. 0.5 suits photos; leave 0 for letters and digits.
+    The generator learns to make mirrored images, too."""
+    shift: float = 0.0
+    """Shift all images that the discriminator sees by at most this fraction of their size, real and generated ones alike
+    (DiffAugment). It then cannot learn the real images by heart, and generated images are not shifted."""
+    colour: float = 0.0
+    """Change the brightness, contrast and saturation of all images that the discriminator sees by at most this fraction, real
+    and generated ones alike (DiffAugment)."""
+
+    def __post_init__(self) -> None:
+        _check("augment", self, mirror=0 <= self.mirror <= 1, shift=0 <= self.shift <= 0.5, colour=0 <= self.colour <= 1)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """The generator and the discriminator. Their image size is data.size."""
+    """The generator and the discriminator. --data.size sets the size of their images."""
 
     condition: Condition = "class"
-    """What the generator is conditioned on: a class, a vector, a text, or nothing (none)."""
+    """What says which image to make: the class of an image (the name of its subfolder), a text (its caption in metadata.csv), a
+    vector (its row in --data.vectors), or nothing (none)."""
     noise: int = 64
-    """Dimension of the noise vector."""
+    """The number of random numbers that the generator makes an image from."""
     generator: tuple[int, ...] = (64, 32)
-    """Channels of the generator at each resolution. The lowest resolution comes first, and each is twice the one before."""
+    """The number of channels of the generator at each resolution. The lowest resolution comes first; each further one has twice
+    the height and width."""
     discriminator: tuple[int, ...] = (64, 32)
-    """Channels of the discriminator at each resolution. The lowest resolution comes first, as for the generator."""
+    """The number of channels of the discriminator at each resolution. The lowest resolution comes first, as above."""
     blocks: int = 1
-    """Number of residual blocks at each resolution."""
+    """The number of residual blocks at each resolution."""
     patch: int = 2
-    """Patches of this many pixels a side are folded into channels at the highest resolution."""
+    """The side of the square of pixels that the networks handle as one position. 2 makes them four times as fast as 1."""
     embedding: int = 64
-    """Dimension of the condition embedding in both networks."""
+    """The dimension of the vector that both networks turn a condition into."""
     stddev_group: int = 4
-    """Group size of the minibatch standard deviation: consecutive rows of the global batch. 0 removes that layer."""
+    """The discriminator sees how much the images in a group of this many differ (minibatch standard deviation). A group is
+    consecutive images of the batch over all ranks. 0 removes that layer."""
 
     def __post_init__(self) -> None:
         _check("model", self, **{name: getattr(self, name) >= 1 for name in ("noise", "blocks", "patch", "embedding")})
@@ -64,7 +90,7 @@ class ModelConfig:
     def lowest_resolution(self, widths: tuple[int, ...], size: int) -> int:
         """Return the height and width in pixels at the lowest resolution of a network with `widths`, for images of `size`.
 
-        Raises: ValueError if `size` is not divisible as often as the network halves it.
+        Raises: UserError that names the nearest sizes if `size` is not divisible as often as the network halves it.
 
         Example:
             >>> ModelConfig().lowest_resolution((64, 32), 28)
@@ -72,35 +98,39 @@ class ModelConfig:
         """
         factor: int = self.patch * 2 ** (len(widths) - 1)
         if size % factor or size < 2 * factor:
-            raise ValueError(
-                f"data.size={size} with model.patch={self.patch} and the channels {widths}: the size must be a multiple of "
-                f"{self.patch} * 2**{len(widths) - 1} = {factor}, and at least twice that"
+            below = max(2, size // factor) * factor
+            nearest = f"{below} or {below + factor}" if size > below else f"{below}"
+            raise UserError(
+                f"--data.size {size}: networks with {len(widths)} resolutions and --model.patch {self.patch} make images whose "
+                f"size is a multiple of {factor}, from {2 * factor} on: take {nearest}, or another number of channels in "
+                "--model.generator and --model.discriminator"
             )
         return size // factor
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The losses of both networks."""
+    """The losses of the generator and the discriminator."""
 
     kind: Literal["paired", "all_pairs", "non_saturating", "hinge"] = "paired"
-    """paired compares each real image with the fake in the same row (RpGAN).
-    all_pairs compares it with every fake of the global batch.
-    non_saturating and hinge look at each image alone."""
+    """The adversarial loss. paired compares each real image with the generated one in the same row of the batch (RpGAN).
+    all_pairs compares it with every generated image of all ranks. non_saturating and hinge judge each image alone."""
     gamma: float = 3.0
-    """Weight of the R1 and R2 penalties at the first step. A penalty is gamma / 2 times the squared gradient of the scores."""
+    """The weight of the R1 and R2 penalties at the first step. A penalty is gamma / 2 times the squared gradient of the scores
+    with respect to the images. A higher gamma makes the training more stable."""
     gamma_final: float = 0.3
-    """Weight of the penalties at the last step. It falls from gamma along a cosine."""
+    """The weight of the penalties at the last step. From step to step it falls from gamma along a cosine."""
     penalty: Literal["r1+r2", "r1", "r2", "none"] = "r1+r2"
-    """Which gradients are penalized: those at real images (r1), at fakes (r2), both, or none."""
+    """Which gradients are penalized: those at real images (r1), at generated ones (r2), at both, or none."""
     penalty_every: int = 2
-    """Compute the penalties every N steps, multiplied by N."""
+    """Compute the penalties only at every N-th step, and multiply them by N there."""
     matching: float = 0.0
-    """Weight of the matching loss: real images with the condition of another row of the global batch count as fakes."""
+    """The weight of the matching loss: the discriminator learns to reject real images that are shown with the condition of
+    another image of the batch."""
     contrast: float = 0.0
-    """Weight of the contrastive loss: each image has to find its own condition among all conditions of the global batch."""
+    """The weight of the contrastive loss: each image has to find its own condition among the conditions of all ranks."""
     temperature: float = 0.1
-    """Temperature of the contrastive loss."""
+    """The temperature of the contrastive loss. Lower values look more at the most similar conditions."""
 
     def __post_init__(self) -> None:
         _check("loss", self, **{name: getattr(self, name) >= 0 for name in ("gamma", "gamma_final", "matching", "contrast")})
@@ -109,20 +139,20 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Adam for both networks, and the moving average of the generator's weights, which is evaluated and exported."""
+    """Adam, for both networks, and the moving average of the generator's weights, which is evaluated and exported."""
 
     lr: float = 2e-3
-    """Highest learning rate of both networks."""
+    """The highest learning rate of both networks."""
     final: float = 0.15
-    """Fraction of the learning rate that is left at the end of the cosine schedule."""
+    """The fraction of the learning rate that is left at the last step. It falls along a cosine."""
     warmup: float = 0.0
-    """Fraction of the steps over which the learning rate rises to lr."""
+    """The fraction of the steps at the beginning in which the learning rate rises from 0 to lr."""
     beta1: float = 0.0
-    """Adam's decay rate of the mean of the gradients."""
+    """How much Adam keeps of the mean of the gradients at each step. 0 is no momentum."""
     beta2: float = 0.99
-    """Adam's decay rate of the mean of their squares."""
+    """How much Adam keeps of the mean of the squared gradients at each step."""
     half_life: float = 5000.0
-    """Half-life of the moving average, in training images."""
+    """The half-life of the moving average: the number of training images after which a weight counts half."""
 
     def __post_init__(self) -> None:
         _check("optimizer", self, lr=self.lr > 0, half_life=self.half_life > 0)
@@ -131,20 +161,21 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """The metrics. They use the features of a small classifier, which is trained on the same images before the run."""
+    """The metrics. They use the features of a small classifier (the feature extractor), which is trained on the same images
+    before the networks are."""
 
     samples: int = 4000
-    """Number of images to generate for one evaluation."""
+    """The number of images to generate for one evaluation."""
     images_every: int = 100
-    """Steps between the sample grids that show how the generator learns. 0 saves one at the end only."""
+    """The number of steps between two sample grids, the frames of the animation. 0 saves one at the end only."""
     feature_extractor_steps: int = 1000
-    """Training steps of that classifier, the feature extractor."""
+    """The number of training steps of the feature extractor."""
     feature_extractor_batch: int = 128
-    """Batch size of its training."""
+    """The number of images in a batch of the feature extractor's training."""
     neighbours: int = 3
-    """k of precision and recall: the ball around an image reaches to its k-th nearest neighbour."""
+    """The number of nearest neighbours of an image that precision and recall take as similar to it."""
     tile: int = 500
-    """Number of images to process at a time, and number of rows in a tile of distances."""
+    """The number of images that are evaluated at a time. Fewer need less memory, and no metric changes."""
 
     def __post_init__(self) -> None:
         positive = ("feature_extractor_batch", "neighbours", "tile")
@@ -160,39 +191,44 @@ class Config:
     run: RunConfig
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     precision: Literal["float32", "float64"] = "float32"
-    """dtype of weights and activations. float64 helps to tell rounding errors from bugs."""
+    """The number format of weights and activations. float64 helps to tell rounding errors from bugs."""
     rounding: float = 1e-5
-    """Largest relative difference of the first ten losses that `training reproduce` accepts.
-    It is ten times that of other models: Adam without momentum takes full steps where a gradient is only rounding error."""
+    """The largest relative difference in the first ten losses that `training reproduce` accepts. It is ten times that of the
+    other models, because Adam without momentum takes full steps where a gradient is only rounding error."""
 
     def __post_init__(self) -> None:
         for widths in (self.model.generator, self.model.discriminator):
             self.model.lowest_resolution(widths, self.data.size)
         if self.model.condition == "none":
-            _check("loss", self.loss, "0 if model.condition is none", matching=not self.loss.matching)
-            _check("loss", self.loss, "0 if model.condition is none", contrast=not self.loss.contrast)
+            _check("loss", self.loss, "0 with --model.condition none", matching=not self.loss.matching)
+            _check("loss", self.loss, "0 with --model.condition none", contrast=not self.loss.contrast)
 
 
 _RULES = {
     "test_part": "between 0 and 1",
-    "max_broken": "from 0 to 1",
+    **dict.fromkeys(("max_broken", "mirror", "colour"), "from 0 to 1"),
     "generator": "one or more numbers of channels, each at least 1",
     "discriminator": "one or more numbers of channels, each at least 1",
     "beta1": "from 0 to less than 1",
     "beta2": "from 0 to less than 1",
-    "samples": "greater than evaluation.neighbours",
+    "samples": "greater than --evaluation.neighbours",
+    "shift": "from 0 to 0.5",
     **dict.fromkeys(("stddev_group", "gamma", "gamma_final", "matching", "contrast", "feature_extractor_steps"), "at least 0"),
     **dict.fromkeys(("lr", "half_life", "temperature"), "above 0"),
 }
 
 
 def _check(section: str, config: object, rule: str = "", **holds: bool) -> None:
-    """Raise ValueError for the first field in `holds` whose value is False, and say what the field must be."""
+    """Raise UserError for the first field in `holds` whose value is False, and say what the field must be."""
     for name, good in holds.items():
         if not good:
-            raise ValueError(f"{section}.{name}={getattr(config, name)!r}: must be {rule or _RULES.get(name, 'at least 1')}")
+            value = getattr(config, name)
+            typed = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            option = f"{option_name(section, name)} {typed}".rstrip()
+            raise UserError(f"{option}: must be {rule or _RULES.get(name, 'at least 1')}")

@@ -19,8 +19,10 @@ from unisono_models.gan.metrics.precision_recall import neighbour_radii, precisi
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import broadcast_object, raise_together
 from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.errors import UserError
 from unisono_models.training.randomness import make_generator
 
+_FEW = 500  # images: with fewer, metrics vary much by chance
 _SEED = 0  # not the run's seed: runs with different seeds generate images for the same conditions
 
 
@@ -48,7 +50,8 @@ class ExtractedFeatures:
 class Evaluator:
     """Computes the metrics of generated images against datasets.train: the same values on every rank.
 
-    "frechet_distance", and "kernel_distance", the MMD² of KID (not times 1000). Both use the 64 features of this run's own
+    "frechet_distance", and "relative_kernel_distance", the MMD² of KID divided by the mean kernel of two training images: 0 for
+    images like the training images, about 1 for images whose features are all 0. Both use the 64 features of this run's own
     feature extractor: they are not FID and KID. "precision", "recall", "density" and "coverage" (metrics.precision_recall): of
     equally many real and generated images. "label_accuracy" and "class_coverage" (metrics.label_accuracy): if the images have
     classes, the first one only if `conditional`.
@@ -106,7 +109,7 @@ class Evaluator:
         Fewer images than config.samples give larger distances by chance.
         """
         test = self.datasets.test
-        if len(test) < max(2, self.config.neighbours + 1):
+        if not _enough(len(test), self.config):
             return {}
         metrics = self._compare(self._extract_real(test, torch.arange(len(test))), len(test))
         return {f"real/{name}": value for name, value in metrics.items()}
@@ -117,9 +120,8 @@ class Evaluator:
         tile = self.config.tile
         k = self.config.neighbours
         metrics = {"frechet_distance": frechet_distance(feature_moments(extracted.features), self._moments)}
-        metrics["kernel_distance"] = kernel_distance(
-            self._kernel_rows, extracted.features, tile=tile, real_mean=self._kernel_mean
-        )
+        distance = kernel_distance(self._kernel_rows, extracted.features, tile=tile, real_mean=self._kernel_mean)
+        metrics["relative_kernel_distance"] = distance / self._kernel_mean
         self._beat()
         equal_count = min(count, len(train))
         real = self._first(self._real.features, equal_count, len(train))
@@ -175,9 +177,30 @@ class Evaluator:
 
 
 def validate_counts(datasets: Datasets, config: EvaluationConfig) -> None:
-    """Raise ValueError if there are too few images for an Evaluator. It is cheap: call it before the training."""
+    """Raise UserError if there are too few images for an Evaluator. It is cheap: call it before the training."""
     if min(config.samples, len(datasets.train)) <= config.neighbours:
-        raise ValueError(
-            f"evaluation.neighbours={config.neighbours}: must be less than evaluation.samples={config.samples} and less than "
-            f"the {len(datasets.train)} images to train on"
+        raise UserError(
+            f"--evaluation.neighbours {config.neighbours}: must be less than --evaluation.samples {config.samples} and less "
+            f"than the {len(datasets.train):,} images to train on"
         )
+
+
+def describe_small_sets(datasets: Datasets, config: EvaluationConfig) -> list[str]:
+    """Return sentences that say which metrics are unsure because there are few images; [] if there are many."""
+    train, test = len(datasets.train), len(datasets.test)
+    sentences = []
+    if train < _FEW:
+        sentences.append(
+            f"There are only {train:,} images to train on: the networks may learn them by heart. Compare generated images with "
+            "their nearest training images in the report."
+        )
+    if not _enough(test, config):
+        sentences.append(f"The test set has only {test:,} images: too few for the metrics of real images, which are left out.")
+    elif test < _FEW:
+        sentences.append(f"The test set has only {test:,} images: the metrics of real images are rough, and vary by chance.")
+    return sentences
+
+
+def _enough(count: int, config: EvaluationConfig) -> bool:
+    """Return whether metrics can be computed from `count` images."""
+    return count >= max(2, config.neighbours + 1)

@@ -14,12 +14,14 @@ from torch.optim import Adam
 
 from unisono.collectives import broadcast
 from unisono_models.gan.config import EvaluationConfig
+from unisono_models.gan.data.augment import shift_images
 from unisono_models.gan.data.dataset import Datasets
 from unisono_models.gan.data.images import ImageDataset
 from unisono_models.training.checkpoint.atomic_file import atomic_write
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import broadcast_object, raise_together
 from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.errors import UserError
 from unisono_models.training.randomness import make_generator, uniform
 from unisono_models.training.sampler import StepSampler
 from unisono_models.training.schedule import learning_rate_factor
@@ -99,7 +101,7 @@ def load_or_train_feature_extractor(
     waiting. The seed is not the run's, and the number of ranks does not matter: on one kind of machine, with equally many
     threads, all runs on the same images get the same feature extractor, bit for bit.
 
-    Raises: ValueError, on all ranks, if the file is damaged or belongs to other images than those in `datasets`.
+    Raises: UserError, on all ranks, if the file is damaged or belongs to other images than those in `datasets`.
 
     Example:
         extractor = load_or_train_feature_extractor(run.path / FILE, datasets, config.evaluation, ranks, watchdog)
@@ -147,7 +149,8 @@ def train_feature_extractor(
         indices = sampler.at(step)
         images = train.floats(indices, dtype=weight.dtype, device=weight.device)
         images, targets = _make_task(extractor, images, train, indices, uniform(_SEED, "turn", step, indices))
-        logits = extractor(_shift(images, uniform(_SEED, "shift", step, indices.to(weight.device), (2,))))
+        parts = uniform(_SEED, "shift", step, indices.to(weight.device), (2,))
+        logits = extractor(shift_images(images, parts, limit=round(train.size * _MAX_SHIFT)))
         F.cross_entropy(logits, targets).backward()
         for group in optimizer.param_groups:
             group["lr"] = _LR * learning_rate_factor(step, config.feature_extractor_steps, warmup=_WARMUP)
@@ -184,20 +187,6 @@ def _make_task(
     return rotated[quarters, torch.arange(len(images), device=images.device)], quarters
 
 
-def _shift(images: Tensor, parts: Tensor) -> Tensor:
-    """Shift images down and right by whole pixels, as `parts` (n, 2) in [0, 1) say; edges are repeated."""
-    size = images.shape[2]
-    limit = round(size * _MAX_SHIFT)
-    if not limit or not len(images):
-        return images
-    padded = F.pad(images, (limit,) * 4, mode="replicate")
-    first = (parts * (2 * limit + 1)).long()
-    cells = first[:, :, None] + torch.arange(size, device=images.device)
-    rows = torch.arange(len(images), device=images.device)
-    shifted = padded[rows[:, None, None], :, cells[:, 0, :, None], cells[:, 1, None, :]]
-    return shifted.movedim(3, 1)
-
-
 def write_feature_extractor(path: Path, extractor: FeatureExtractor, *, fingerprint: str = "") -> None:
     """Write a safetensors file. `fingerprint` is that of the images it was trained on. One rank calls it."""
     metadata = {name: getattr(extractor, name) for name in ("channels", "size", "classes", "accuracy")}
@@ -207,7 +196,7 @@ def write_feature_extractor(path: Path, extractor: FeatureExtractor, *, fingerpr
 
 
 def read_feature_extractor(path: Path, *, fingerprint: str | None = None) -> FeatureExtractor:
-    """Read a feature extractor onto the CPU. Raises: ValueError if it was trained on images with another `fingerprint`."""
+    """Read a feature extractor onto the CPU. Raises: UserError if it was trained on images with another `fingerprint`."""
     try:
         with safe_open(path, "pt") as file:
             metadata = json.loads((file.metadata() or {})["feature_extractor"])
@@ -217,13 +206,13 @@ def read_feature_extractor(path: Path, *, fingerprint: str | None = None) -> Fea
         extractor.accuracy = float(metadata["accuracy"])
         trained_on = str(metadata["images"])
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} is damaged, or not a feature extractor ({error}): remove it, and another one is trained"
         ) from error
     if fingerprint is not None and trained_on != fingerprint:
-        raise ValueError(
-            f"{path}: this feature extractor was trained on other images ({trained_on}) than there are now ({fingerprint}). "
-            "Its metrics could not be compared. Restore the images, or remove the file, and another one is trained"
+        raise UserError(
+            f"--data.source has other images now than when the run began: {path} was trained on those. Restore them, or begin "
+            "another run in another --run.dir"
         )
     return extractor
 
@@ -239,6 +228,6 @@ def _check_fit(extractor: FeatureExtractor, path: Path, datasets: Datasets) -> N
     found = (extractor.channels, extractor.size, extractor.classes)
     expected = (datasets.train.channels, datasets.train.size, predicted_classes(datasets))
     if found != expected:
-        raise ValueError(
+        raise UserError(
             f"{path}: this feature extractor is for (channels, size, classes) {found}, but the images have {expected}"
         )

@@ -107,8 +107,9 @@ def find_frames(folder: Path) -> dict[int, Path]:
 def write_animation(frames: Mapping[int, Path], path: Path, *, max_bytes: int = _MAX_BYTES) -> None:
     """Write the sample grids `frames`, by step and sorted, as an animated WebP that repeats.
 
-    Each frame shows its step; the first and the last stay longer. At most 60 frames are used. The file is lossless if that fits
-    into `max_bytes`, else lossy, and if that is not enough it has fewer frames, at least 2.
+    Each frame shows its step; the first and the last step stay longer. The file begins with the last step, then come the others
+    in order: what does not play the animation (a printer, a preview) shows the result. At most 60 frames are used. The file is
+    lossless if that fits into `max_bytes`, else lossy, and if that is not enough it has fewer frames, at least 2.
 
     Raises: ValueError if `frames` is empty.
     """
@@ -116,7 +117,7 @@ def write_animation(frames: Mapping[int, Path], path: Path, *, max_bytes: int = 
         raise ValueError("write_animation: frames is empty; one step at least is needed")
     steps = choose_evenly(list(frames), _MAX_FRAMES)
     while True:
-        images = [_draw_frame(frames[step], step, steps[-1]) for step in steps]
+        images = [_draw_frame(frames[step], step, steps[-1]) for step in (steps[-1], *steps[:-1])]
         content = _encode(images, lossless=True)
         for quality in (75, 40):  # large pixels are smaller lossless, detailed images lossy
             if len(content) > max_bytes:
@@ -141,7 +142,7 @@ def choose_evenly(steps: list[int], count: int) -> list[int]:
 
 def _durations(count: int) -> list[int]:
     between = max(_SHORTEST_FRAME, min(_LONGEST_FRAME, _FRAMES_BETWEEN // max(1, count - 2)))
-    return [FIRST_FRAME, *[between] * (count - 2), LAST_FRAME] if count > 1 else [LAST_FRAME]
+    return [LAST_FRAME, FIRST_FRAME, *[between] * (count - 2)][:count]
 
 
 def _draw_frame(path: Path, step: int, last: int) -> Image.Image:

@@ -15,7 +15,8 @@ from torch.nn.functional import relu, softplus
 from unisono.collectives import Group, all_gather, all_reduce, exchange_sizes
 from unisono.collectives.groups import resolve_group
 from unisono.contrastive import clip_loss
-from unisono_models.gan.config import LossConfig, ModelConfig
+from unisono_models.gan.config import AugmentConfig, LossConfig, ModelConfig
+from unisono_models.gan.data.augment import change_images
 from unisono_models.gan.data.loader import Batch
 from unisono_models.gan.model.discriminator import Discriminator
 from unisono_models.gan.model.generator import Generator
@@ -36,11 +37,21 @@ class GAN(nn.Module):
         gan.generator_loss(batch, fakes)["loss"].backward()
     """
 
-    def __init__(self, model: ModelConfig, loss: LossConfig, *, size: int, channels: int, conditions: int = 0) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        loss: LossConfig,
+        *,
+        size: int,
+        channels: int,
+        conditions: int = 0,
+        augment: AugmentConfig | None = None,
+    ) -> None:
         super().__init__()
         if model.condition == "none" and (loss.matching or loss.contrast):
             raise ValueError(f"loss: matching={loss.matching}, contrast={loss.contrast}: both need a condition, not 'none'")
         self.loss = loss
+        self.augment = augment or AugmentConfig()
         self.generator = Generator(model, size=size, channels=channels, conditions=conditions)
         self.discriminator = Discriminator(model, size=size, channels=channels, conditions=conditions)
 
@@ -54,9 +65,9 @@ class GAN(nn.Module):
         penalized = [images for name, images in (("r1", real), ("r2", fake)) if gamma and name in self.loss.penalty]
         for images in penalized:
             images.requires_grad_()
-        features = self.discriminator.features(real, sizes=batch.sizes)
+        features = self.discriminator.features(self._change(real, batch.real_changes), sizes=batch.sizes)
         scores = self.discriminator.score(features, batch.condition)
-        fake_scores = self.discriminator(fake, batch.condition, sizes=batch.sizes)
+        fake_scores = self.discriminator(self._change(fake, batch.fake_changes), batch.condition, sizes=batch.sizes)
         rows = {"adversarial": discriminator_losses(scores, fake_scores, kind=self.loss.kind, sizes=batch.sizes)}
         if penalized:
             rows["penalty"] = torch.stack(squared_gradients([scores, fake_scores], penalized)).sum(0) / 2
@@ -81,10 +92,11 @@ class GAN(nn.Module):
         with frozen(self.discriminator):
             with torch.no_grad():
                 if is_relativistic(self.loss.kind):
-                    scores = self.discriminator(batch.images, batch.condition, sizes=batch.sizes)
+                    real = self._change(batch.images, batch.real_changes)
+                    scores = self.discriminator(real, batch.condition, sizes=batch.sizes)
                 else:
                     scores = batch.images.new_zeros(len(batch.images))
-            features = self.discriminator.features(fakes, sizes=batch.sizes)
+            features = self.discriminator.features(self._change(fakes, batch.fake_changes), sizes=batch.sizes)
             fake_scores = self.discriminator.score(features, batch.condition)
             losses = generator_losses(scores, fake_scores, kind=self.loss.kind, sizes=batch.sizes)
             means = global_means({"adversarial": losses})
@@ -93,6 +105,9 @@ class GAN(nn.Module):
                 means["contrast"] = self._contrastive_loss(features, batch)
                 loss = loss + self.loss.contrast * means["contrast"]
         return {"loss": loss, **{name: mean.detach() for name, mean in means.items()}}
+
+    def _change(self, images: Tensor, numbers: Tensor | None) -> Tensor:
+        return images if numbers is None else change_images(images, numbers, self.augment)
 
     def _contrastive_loss(self, features: Tensor, batch: Batch) -> Tensor:
         assert batch.condition is not None and batch.ids is not None  # __init__ rejects condition "none"
@@ -182,7 +197,8 @@ def squared_gradients(scores: Sequence[Tensor], images: Sequence[Tensor]) -> lis
     """Return for each image the squared norm of the gradient of all ranks' scores, (n,) for each tensor in `images`.
 
     At real images this is the R1 penalty (Mescheder et al. 2018), at fakes R2. All ranks call it: with the minibatch standard
-    deviation, the scores of other ranks depend on an image, too.
+    deviation, the scores of other ranks depend on an image, too. Each rank gives its own scores, so that each counts once. A
+    loss that all ranks compute alike would count W times on W ranks, and its squared gradients W² times: divide it by W before.
 
     scores: (n,) tensors that were computed from `images`, which require gradients.
 

@@ -2,7 +2,15 @@
 
 from dataclasses import replace
 
-from unisono_models.gan.config import Config, DataConfig, EvaluationConfig, LossConfig, ModelConfig, OptimizerConfig
+from unisono_models.gan.config import (
+    AugmentConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
 from unisono_models.training.config import CheckpointConfig, RunConfig
 from unisono_models.training.config.recipes import Recipes
 
@@ -62,8 +70,24 @@ def emoji_text() -> Config:
 
 
 @RECIPES.add
+def photos() -> Config:
+    """Train on your own photos at 32 pixels in colour: --data.source FOLDER. Images are mirrored and shifted, so that a few
+    hundred are enough to begin with. Add --model.condition class to train by the folder's subfolders. It takes about an hour
+    on two cores."""
+    config = emoji()
+    return replace(
+        config,
+        run=replace(config.run, evaluate_every=1000),
+        data=DataConfig("", size=32, colour=True),
+        model=replace(config.model, condition="none"),
+        augment=AugmentConfig(mirror=0.5, shift=0.125, colour=0.2),
+        evaluation=replace(config.evaluation, samples=1000),
+    )
+
+
+@RECIPES.add
 def images64() -> Config:
-    """Train on a folder of images at 64 pixels in colour, on GPUs: --data.source FOLDER [--model.condition class]"""
+    """Train on a folder of images at 64 pixels in colour, on GPUs: --data.source FOLDER [--model.condition class]."""
     widths = (512, 384, 256, 128)
     return Config(
         run=RunConfig(steps=100_000, evaluate_every=10_000, log_every=50, timeout=1800),

@@ -1,7 +1,9 @@
 """What a run writes: sample grids during the training; at the end the export, figures and the report."""
 
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,8 +11,8 @@ from torch import Tensor
 
 from unisono_models.gan.config import Config
 from unisono_models.gan.data.dataset import Datasets
-from unisono_models.gan.data.images import ImageDataset
-from unisono_models.gan.evaluate import Evaluator
+from unisono_models.gan.data.images import DATASETS, ImageDataset
+from unisono_models.gan.evaluate import Evaluator, describe_small_sets
 from unisono_models.gan.feature_extractor import FeatureExtractor
 from unisono_models.gan.figures import draw_grid, find_frames, frame_path, save_png, write_animation
 from unisono_models.gan.model.export import write_export
@@ -62,6 +64,7 @@ def write_run_report(
     """
     real = evaluator.real()
     rows = metric_rows(metrics, real)
+    kind = config.model.condition
     images: list[ReportImage] = []
     with raise_together("write_run_report"):
         if run.first:
@@ -69,7 +72,7 @@ def write_run_report(
             images = draw_report_images(run, average, datasets, evaluator.extractor, seed=config.run.seed)
     write_report(
         run,
-        title="A GAN that sees the global batch",
+        title=f"Images like those of {_source_name(config)}",
         intro=_introduction(config, datasets),
         images=images,
         tables={_TABLE_TITLE: rows},
@@ -79,11 +82,13 @@ def write_run_report(
     )
     if run.first:
         print_table(rows, title=_TABLE_TITLE)
-        options = {"class": "", "none": "", "text": ' --texts "red heart"', "vector": " --vectors FILE.npy"}
+        names = draw_conditions(datasets.train, kind=kind, seed=config.run.seed, count=2).names
+        shown = " ".join(shlex.quote(name) for name in names)
+        options = {"class": f" --labels {shown}", "none": "", "text": f" --texts {shown}", "vector": " --vectors FILE.npy"}
         print_next_commands(
             run,
             {
-                "Generate images": f"unisono_models.gan sample {run.path}{options[config.model.condition]} --out grid.png",
+                "Generate images": f"unisono_models.gan sample {run.path}{options[kind]} --out grid.png",
                 "Evaluate again": f"unisono_models.gan evaluate {run.path}",
             },
         )
@@ -109,11 +114,11 @@ def draw_report_images(
     if len(frames) > 1:
         path = run.samples / "training.webp"
         write_animation(frames, path)
-        report_images.append(ReportImage(path, "The same noise during the training"))
+        report_images.append(ReportImage(path, f"The same noise at {len(frames)} steps of the training, the last one first"))
     indices, row_names = select_real_images(datasets.test, conditions, kind=kind)
     real = datasets.test.floats(indices, dtype=fakes.dtype)
     if len(real):
-        add_grid("real.png", "Real images of the test set", real, row_names)
+        add_grid("real.png", "Real images of the test set, as the networks see them", real, row_names)
     interpolations = generate_interpolations(average, conditions, seed=seed)
     add_grid("interpolation.png", "Each row goes from one noise vector to another", interpolations, conditions.names)
     nearest, caption = draw_nearest_images(fakes, real, datasets.train, extractor)
@@ -179,13 +184,19 @@ def metric_rows(metrics: Mapping[str, float], real: Mapping[str, float]) -> list
     ]
 
 
+def _source_name(config: Config) -> str:
+    """Return the name of the dataset, or of the folder."""
+    source = config.data.source
+    return source if source in DATASETS else Path(source).expanduser().resolve().name
+
+
 def _introduction(config: Config, datasets: Datasets) -> str:
     conditions = {"class": "by class", "vector": "by vector", "text": "by text", "none": "without conditions"}
     return (
         f"A generator of images of {datasets.train.size} pixels, {conditions[config.model.condition]}, was trained on "
-        f"{len(datasets.train):,} images for {config.run.steps:,} steps with a global batch of {config.data.batch:,}, the "
-        f"{config.loss.kind} loss and the penalties {config.loss.penalty}. All losses see the global batch: on any number of "
-        "ranks it is the same training.\n\n"
+        f"{len(datasets.train):,} images of {_source_name(config)} for {config.run.steps:,} steps with a global batch of "
+        f"{config.data.batch:,}, the {config.loss.kind} loss and the penalties {config.loss.penalty}. All losses see the "
+        "global batch: on any number of ranks it is the same training.\n\n"
         "The report shows the moving average of the generator's weights after the last step. No checkpoint was selected."
     )
 
@@ -197,7 +208,11 @@ def _notes(evaluator: Evaluator) -> list[str]:
         "The Fréchet distance is not FID and cannot be compared with published ones: its features are those of a small "
         f"classifier of {task}, which was trained on the same images and has an accuracy of {extractor.accuracy:.1%} on the "
         "test set. The other metrics use the same classifier.",
+        "The relative kernel distance is 0 if the generated images cannot be told from the training images, and about 1 if "
+        "their features are all 0. It is the kernel distance (MMD², as in KID) divided by the mean kernel of two training "
+        "images. With few images it may be below 0 by chance.",
         f"“Real” is the score of the {len(evaluator.datasets.test):,} images of the test set, which was kept from training. "
         f"{evaluator.config.samples:,} images were generated. Fewer images give larger distances by chance; precision and "
         "recall use as many real images, so wider balls. The two columns can be compared only roughly.",
+        *describe_small_sets(evaluator.datasets, evaluator.config),
     ]

@@ -10,13 +10,14 @@ from unisono.dataparallel import GradientSync
 from unisono_models.gan.config import Config, OptimizerConfig
 from unisono_models.gan.data.dataset import build_datasets
 from unisono_models.gan.data.loader import BatchLoader
-from unisono_models.gan.evaluate import Evaluator, validate_counts
+from unisono_models.gan.evaluate import Evaluator, describe_small_sets, validate_counts
 from unisono_models.gan.feature_extractor import FILE, load_or_train_feature_extractor
 from unisono_models.gan.loss import GAN
 from unisono_models.gan.model.generator import start_average, update_average
 from unisono_models.gan.model.sampling import generate_for_evaluation
 from unisono_models.gan.recipes import RECIPES
 from unisono_models.gan.report import save_sample_grid, write_run_report
+from unisono_models.training.errors import UserError
 from unisono_models.training.loop import Session, TrainingLoop, start_session
 from unisono_models.training.randomness import derive_seed
 from unisono_models.training.sampler import StepSampler
@@ -39,7 +40,7 @@ def train(config: Config, session: Session) -> None:
     validate_counts(datasets, config.evaluation)
 
     torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
-    gan = GAN(config.model, config.loss, **datasets.shapes(condition)).to(ranks.device, dtype)
+    gan = GAN(config.model, config.loss, **datasets.shapes(condition), augment=config.augment).to(ranks.device, dtype)
     average = start_average(gan.generator)
     networks = {"discriminator": gan.discriminator, "generator": gan.generator}
     optimizers = {name: make_optimizer(network, config.optimizer) for name, network in networks.items()}
@@ -47,7 +48,7 @@ def train(config: Config, session: Session) -> None:
     extractor = load_or_train_feature_extractor(run.path / FILE, datasets, config.evaluation, ranks, watchdog)
     evaluator = Evaluator(datasets, extractor, ranks, watchdog, config.evaluation, conditional=condition != "none")
     sampler = StepSampler(len(datasets.train), config.data.batch, seed)
-    batches = BatchLoader(datasets.train, condition, sampler, config.model.noise, seed, ranks, dtype)
+    batches = BatchLoader(datasets.train, condition, sampler, config.model.noise, seed, ranks, dtype, config.augment)
     generate = partial(generate_for_evaluation, average, datasets.train, seed=seed)
 
     def update(name: str, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -60,13 +61,16 @@ def train(config: Config, session: Session) -> None:
 
     with TrainingLoop(session, gan, optimizers, extra={"average": average}) as loop:
         if loop.first_step and loop.state["data"] != datasets.fingerprint:
-            raise ValueError(f"data.source={config.data.source} has other images now than when the run began")
+            raise UserError(
+                f"--data.source {config.data.source} has other images now than when the run began. Restore them, or begin "
+                "another run in another --run.dir"
+            )
         seen = loop.state.get("seen", 0)
         loop.say(
             f"{run.path}: {len(datasets.train):,} images, {loop.steps:,} steps, global batch of {sampler.batch:,}, "
             f"{ranks.world_size} ranks"
         )
-        for note in datasets.notes:
+        for note in (*datasets.notes, *describe_small_sets(datasets, config.evaluation)):
             loop.say(note)
         if not loop.first_step:
             loop.say(f"accuracy of the feature extractor on the test set: {extractor.accuracy:.1%}")

@@ -81,7 +81,7 @@ def write_run_report(
     write_report(
         run,
         title="A recommender on sharded tables",
-        intro=_introduction(config, evaluator),
+        intro=_introduction(config, evaluator, metrics, run.remarks.get("ended_early")),
         images=images,
         tables=tables,
         notes=[skip_note, *notes],
@@ -95,14 +95,19 @@ def write_run_report(
     run.finish(metrics)  # last: a run that is marked as finished is not started again
 
 
-def _introduction(config: Config, evaluator: Evaluator) -> str:
+def _introduction(config: Config, evaluator: Evaluator, metrics: Mapping[str, float], ended_early: str | None) -> str:
     datasets, model = evaluator.datasets, config.model
     features = ", ".join(feature.name for feature in datasets.features)
+    rows = min(config.data.batch, datasets.train.rows)
+    tested = "after the last step"
+    if "best_step" in metrics:
+        tested = f"with the weights after step {metrics['best_step']:,.0f}, which were the best by validation"
     return (
-        f"A model of kind {model.kind}, with embeddings of {model.dim}, was trained on {datasets.train.rows:,} rows, in "
-        f"{config.run.steps:,} steps of {config.data.batch:,}, and tested on {datasets.test.rows:,}. Its features are "
-        f"{features}.\n\nIts tables are sharded over {evaluator.ranks.world_size} ranks. The test was taken once, after the "
-        "last step, and nothing was chosen by it."
+        f"A model of kind {model.kind}, with embeddings of {model.dim}, was trained on {datasets.train.rows:,} rows of "
+        f"{config.data.source}, in {config.run.steps:,} steps of {rows:,}, and tested on {datasets.test.rows:,} other rows. "
+        f"Its features are {features}.{f' The run ended early {ended_early}.' if ended_early else ''}\n\n"
+        f"Its tables are sharded over {evaluator.ranks.world_size} ranks. It was tested once, {tested}. The test did not "
+        "influence the training."
     )
 
 

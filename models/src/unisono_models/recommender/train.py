@@ -9,6 +9,7 @@ from unisono_models.recommender.config import Config, OptimizerConfig
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.dataset import build_datasets, prefetch
 from unisono_models.recommender.data.describe import describe_data
+from unisono_models.recommender.early_stopping import EarlyStopping
 from unisono_models.recommender.evaluate import Evaluator
 from unisono_models.recommender.loss import TrainingModule, build_training_module
 from unisono_models.recommender.protocols import apply_protocol, check_labels, complete_config
@@ -62,6 +63,7 @@ def train(config: Config, session: Session) -> None:
         notes = [*describe_data(config, given, datasets), *datasets.notes]
         for note in [*notes, *([skipped.report()] if not streamed else [])]:
             loop.say(note)
+        stopping = EarlyStopping(config.evaluation.patience, state=loop.state.get("stopping"))
         batches = prefetch(
             lambda step: datasets.train.batch(step, ranks.rank, ranks.world_size).to(ranks.device, dtype),
             loop.first_step,
@@ -86,30 +88,38 @@ def train(config: Config, session: Session) -> None:
             loop.log({**losses, "lr": lr}, samples=datasets.train.size_of(step))
 
             if loop.evaluation_due:
-                loop.record(evaluator("valid"))
+                name, value = next(iter(loop.record(evaluator("valid")).items()))
+                if stopping.update(value):
+                    loop.finish_early(f"{name} has not improved in {stopping.since} evaluations")
             if loop.checkpoint_due:
                 score = loop.first_metric if datasets.valid.rows else None
-                loop.save({"skipped": skipped.summary(), "data": fingerprint}, score=score)
+                state = {"skipped": skipped.summary(), "data": fingerprint, "stopping": stopping.state}
+                loop.save(state, score=score)
             if streamed and (loop.stopping or loop.log_due):
                 skipped.check(config.data.max_broken)
         batches.close()  # ends the thread that reads ahead
         if not loop.finished:
             return
-        valid_metrics = loop.final_metrics(lambda: evaluator("valid"))
-        test_metrics = loop.record(evaluator("test"))  # once, at the end: nothing is chosen by it
-    write_run_report(session.directory, config, evaluator, {**valid_metrics, **test_metrics}, skipped, notes)
+        metrics = dict(loop.final_metrics(lambda: evaluator("valid")))
+        if config.evaluation.patience and (best_step := loop.load_best()) is not None:
+            loop.say(f"the weights after step {best_step:,} are tested and exported: the best by validation")
+            metrics = {**evaluator("valid"), "best_step": float(best_step)}
+        metrics |= loop.record(evaluator("test"))  # once, at the end: nothing is chosen by it
+    write_run_report(session.directory, config, evaluator, metrics, skipped, notes)
 
 
 def check_settings(config: Config) -> None:
     """Check what the settings alone can tell. Raises: UserError."""
     if config.parallel.kind != "ddp":
         raise UserError(f"--parallel.kind {config.parallel.kind}: must be ddp. The tables are sharded by --tables.plan")
-    if config.data.batch < 1:
-        raise UserError(f"--data.batch {config.data.batch}: must be at least 1")
     if config.evaluation.patience and not config.run.evaluate_every:
         raise UserError(
             f"--evaluation.patience {config.evaluation.patience} counts evaluations, and there are none before the end: set "
             "--run.evaluate-every to a number of steps"
+        )
+    if config.evaluation.patience and not config.data.parts[1]:
+        raise UserError(
+            f"--evaluation.patience {config.evaluation.patience} needs rows to validate with: --data.parts has none"
         )
 
 

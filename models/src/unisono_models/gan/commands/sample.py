@@ -99,8 +99,8 @@ def choose_conditions(exported: ExportedGenerator, options: SampleOptions) -> Sa
     if kind == "text":
         if not options.texts:
             raise RunError(
-                "the generator was trained with model.condition=text: say what to generate, for example "
-                '--texts "red heart" "a cat"'
+                "the generator was trained with --model.condition text: say what to generate, in words like those of your "
+                'captions: --texts "SOME WORDS" "OTHER WORDS"'
             )
         vectors = TextEncoder(exported.text_model, device=torch.device("cpu"))(options.texts)
         return SampleConditions(vectors, options.texts, len(vectors))

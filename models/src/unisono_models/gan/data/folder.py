@@ -5,13 +5,14 @@ import io
 import json
 import os
 import posixpath
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from unisono.collectives import all_gather
@@ -26,13 +27,19 @@ from unisono_models.datasets.images import (
 from unisono_models.datasets.skip_report import SkippedSample, SkipReport
 from unisono_models.gan.data.images import ImageDataset, RawImageDataset, fit_square
 from unisono_models.training.distributed.launch import Ranks, shard_range
-from unisono_models.training.distributed.object_collectives import raise_together
+from unisono_models.training.distributed.object_collectives import all_gather_object, raise_together
+from unisono_models.training.errors import UserError
 from unisono_models.training.run.log import show_progress
 
 _TEST_FOLDERS = ("test", "val", "valid", "validation")
 _FILE_COLUMN = "file_name"
 _CAPTION_COLUMNS = ("text", "caption")
 _SHOW_PROGRESS_FROM = 1000  # files
+_CHANGES = {
+    "crop": "are not square: their centre square is used.",
+    "enlarge": "are smaller than --data.size: they are enlarged.",
+    "grey": "are saved in colour and turned to grey. --data.colour trains on their colours.",
+}
 
 
 @dataclass(frozen=True)
@@ -56,11 +63,12 @@ def list_folder(root: Path) -> FolderListing:
     is not in train is the test set. If one image lies in no class folder, no image has a class. Links to folders are followed;
     a folder that can be reached in several ways counts once.
 
-    Raises: FileNotFoundError if there are no images.
+    Raises: UserError if there are no images.
     """
     names = tuple(sorted(_find_images(root)))
     if not names:
-        raise FileNotFoundError(f"data.source={root}: a folder without images ({', '.join(sorted(IMAGE_SUFFIXES))})")
+        kinds = ", ".join(sorted(IMAGE_SUFFIXES))
+        raise UserError(f"--data.source {root}: the folder has no image files. Their names must end in one of {kinds}")
     paths = [name.split("/") for name in names]
     top_folders = {path[0] if len(path) > 1 else "" for path in paths}
     is_split = "train" in top_folders and top_folders <= {"train", *_TEST_FOLDERS}
@@ -83,11 +91,12 @@ def read_folder(
     """Read all images of `root` on every rank, in the order of their sorted paths. All ranks call it together.
 
     Each rank decodes its share of the files. Files that cannot be read are left out, and a note says how many, which, and why.
+    Other notes say how many images were cropped, enlarged or turned to grey.
 
     max_broken: fraction of the files that may be unreadable.
     beat: called after each file, to tell the watchdog that the rank is alive.
 
-    Raises: ValueError, on all ranks, if too few files can be read or the ranks do not see the same files.
+    Raises: UserError, on all ranks, if too few files can be read or the ranks do not see the same files.
 
     Example:
         raw = read_folder(Path("/data/flowers"), size=64, colour=True, ranks=ranks)
@@ -96,22 +105,26 @@ def read_folder(
     with raise_together("read_folder"):
         listing = list_folder(root)
         captions = read_captions(root, listing.metadata_folders)
-    check_same_files([root / name for name in listing.names], source=str(root), what="read_folder")
+    check_same_files([root / name for name in listing.names], source=str(root), what="--data.source")
     total = len(listing.names)
     share = shard_range(total, ranks.rank, ranks.world_size)
     skipped = SkipReport(what="images", place="file")
     with raise_together("read_folder"):
-        decoded, decoded_indices, broken = _read_files(root, listing.names, share, size, colour, beat, ranks.first)
+        decoded, decoded_indices, broken, changes = _read_files(root, listing.names, share, size, colour, beat, ranks.first)
         skipped.count(len(share), broken)
     pixels = all_gather(decoded)
     indices = all_gather(decoded_indices)
     notes: tuple[str, ...] = (skipped.report(),) if len(indices) < total else ()
     if not len(indices):
-        raise ValueError(f"data.source={root}: none of its images can be read. {notes[0]}")
+        raise UserError(f"--data.source {root}: none of its images can be read. {notes[0]}")
     try:
         skipped.check(max_broken, at_least=1)
     except ValueError as error:
-        raise ValueError(f"data.source={root}: {error}") from None
+        raise UserError(f"--data.source {root}: {error}") from None
+    all_changes = all_gather_object(changes)
+    for change, text in _CHANGES.items():
+        if count := sum(of_rank.get(change, 0) for of_rank in all_changes):
+            notes += (f"{count:,} of {len(indices):,} images {text}",)
     kept = indices.tolist()
     labels, classes = _number_classes([listing.classes[index] for index in kept])
     if lost := sorted({name for name in listing.classes if name is not None} - set(classes)):
@@ -159,20 +172,22 @@ def _read_files(
     colour: bool,
     beat: Callable[[], None] | None,
     aloud: bool,
-) -> tuple[Tensor, Tensor, list[SkippedSample]]:
-    """Return the pixels of the files that can be read, their indices, and what was skipped."""
+) -> tuple[Tensor, Tensor, list[SkippedSample], Counter[str]]:
+    """Return the pixels of the files that can be read, their indices, what was skipped, and how many images were changed."""
     pixels = torch.empty(len(indices), 3 if colour else 1, size, size, dtype=torch.uint8)
     good: list[int] = []
     broken: list[SkippedSample] = []
+    changes: Counter[str] = Counter()
     for index in show_progress(indices, "images", aloud=aloud and len(indices) >= _SHOW_PROGRESS_FROM):
         try:
-            pixels[len(good)] = read_image(root / names[index], size=size, colour=colour)
+            pixels[len(good)], changed = read_image(root / names[index], size=size, colour=colour)
             good.append(index)
+            changes.update(changed)
         except BrokenImageError as error:
             broken.append(SkippedSample(index, names[index], "broken image", str(error)))
         if beat is not None:
             beat()
-    return pixels[: len(good)], torch.tensor(good, dtype=torch.int64), broken
+    return pixels[: len(good)], torch.tensor(good, dtype=torch.int64), broken, changes
 
 
 def _number_classes(names: Sequence[str | None]) -> tuple[Tensor | None, tuple[str, ...]]:
@@ -184,16 +199,22 @@ def _number_classes(names: Sequence[str | None]) -> tuple[Tensor | None, tuple[s
     return torch.tensor([numbers[name] for name in known], dtype=torch.int64), classes
 
 
-def read_image(path: Path, *, size: int, colour: bool) -> Tensor:
+def read_image(path: Path, *, size: int, colour: bool) -> tuple[Tensor, list[str]]:
     """Decode an image file to uint8 (3 if colour else 1, size, size): its centre square, scaled by LANCZOS.
 
-    The EXIF orientation is applied, transparent parts become white, and of an animation the first frame is used.
+    The EXIF orientation is applied, transparent parts become white, and of an animation the first frame is used. The second
+    result says how the image was changed: "crop", "enlarge", "grey".
 
     Raises: BrokenImageError that says why.
     """
     with explain_broken_images():
-        pixels = fit_square(flatten_image(open_image(path), "RGB" if colour else "L"), size)
-    return torch.from_numpy(pixels if colour else pixels[:, :, None]).permute(2, 0, 1).contiguous()
+        image = open_image(path)
+        width, height = image.size
+        grey = Image.getmodebase(image.mode) == "L"
+        pixels = fit_square(flatten_image(image, "RGB" if colour else "L"), size)
+    changed = {"crop": width != height, "enlarge": min(width, height) < size, "grey": not colour and not grey}
+    decoded = torch.from_numpy(pixels if colour else pixels[:, :, None]).permute(2, 0, 1).contiguous()
+    return decoded, [change for change, happened in changed.items() if happened]
 
 
 def read_captions(root: Path, folders: Sequence[str] = ("",)) -> dict[str, str] | None:
@@ -202,7 +223,7 @@ def read_captions(root: Path, folders: Sequence[str] = ("",)) -> dict[str, str] 
     folders: folders below `root` that may hold metadata.csv or metadata.jsonl; "" is `root` itself. Names in such a file are
     relative to its folder. If an image is named twice, its first caption counts. Empty captions are ignored.
 
-    Raises: ValueError that names the file and the line if a line cannot be read, or has no column file_name or text.
+    Raises: UserError that names the file and the line if a line cannot be read, or has no column file_name or text.
 
     Example:
         metadata.jsonl with {"file_name": "cats/1.png", "text": "a sleepy cat"}  ->  {"cats/1.png": "a sleepy cat"}
@@ -216,7 +237,7 @@ def read_captions(root: Path, folders: Sequence[str] = ("",)) -> dict[str, str] 
             column = next((name for name in _CAPTION_COLUMNS if row.get(name) is not None), None)
             if column is None or not isinstance(row.get(_FILE_COLUMN), str):
                 names = ", ".join(str(name) for name in row)[:200]
-                raise ValueError(f"read_captions: {path}, line {line}: needs the columns file_name and text, but has {names}")
+                raise UserError(f"{path}, line {line}: needs the columns file_name and text, but has {names}")
             name = posixpath.normpath(posixpath.join(folder, row[_FILE_COLUMN].strip()))
             if text := " ".join(str(row[column]).split()):
                 captions.setdefault(name, text)
@@ -229,7 +250,7 @@ def _metadata_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         text = data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise ValueError(f"read_captions: {path}, line {data.count(10, 0, error.start) + 1}: {error}") from error
+        raise UserError(f"{path}, line {data.count(10, 0, error.start) + 1}: {error}") from error
     return _csv_rows(path, text) if path.suffix == ".csv" else _json_rows(path, text)
 
 
@@ -246,7 +267,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 yield line, dict(zip(header, values, strict=False))
             line = reader.line_num + 1
     except csv.Error as error:
-        raise ValueError(f"read_captions: {path}, line {line}: {error}") from error
+        raise UserError(f"{path}, line {line}: {error}") from error
 
 
 def _json_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -256,7 +277,7 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]
                 row = json.loads(content)
             except (json.JSONDecodeError, RecursionError) as error:
                 reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-                raise ValueError(f"read_captions: {path}, line {line}: not JSON: {reason}") from error
+                raise UserError(f"{path}, line {line}: not JSON: {reason}") from error
             if not isinstance(row, dict):
-                raise ValueError(f"read_captions: {path}, line {line}: not an object in braces")
+                raise UserError(f"{path}, line {line}: not an object in braces")
             yield line, row

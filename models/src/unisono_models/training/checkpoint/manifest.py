@@ -40,6 +40,11 @@ def step_directory(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08}"
 
 
+def is_step_directory(path: Path) -> bool:
+    """Return whether `path` has the name of the directory of a step."""
+    return _STEP.fullmatch(path.name) is not None
+
+
 def list_steps(directory: Path) -> list[Path]:
     """List the directories of steps, committed or not, the newest first."""
     if not directory.is_dir():
@@ -143,15 +148,22 @@ def prune(directory: Path, *, newest: Path, keep: int, best: Literal["max", "min
     if newest not in commits:
         return
     sound = [path for path in commits if path.name not in broken or path == newest]
-    kept = {newest, *sound[:keep]}
-    scores = {path: score for path in sound if (score := commits[path].score) is not None and not math.isnan(score)}
-    if scores:
-        choose = max if best == "max" else min
-        kept.add(choose(scores, key=lambda path: scores[path]))  # the newest of several best ones, which comes first
+    kept = {newest, *sound[:keep], *_by_score({path: commits[path] for path in sound}, best)[:1]}
     oldest = min(commits[path].step for path in kept)
     for path, commit in commits.items():
         if path not in kept and (path in sound or commit.step < oldest):
             _remove(path)
+
+
+def list_best(directory: Path, *, best: Literal["max", "min"]) -> list[Path]:
+    """List the committed checkpoints that have a score, the best one first, and the newer of two equal ones."""
+    return _by_score({path: read_manifest(path) for path in list_steps(directory) if is_committed(path)}, best)
+
+
+def _by_score(commits: Mapping[Path, Manifest], best: Literal["max", "min"]) -> list[Path]:
+    """Sort the checkpoints that have a score, the best one first. Equal ones keep their order."""
+    scores = {path: score for path, commit in commits.items() if (score := commit.score) is not None and not math.isnan(score)}
+    return sorted(scores, key=lambda path: -scores[path] if best == "max" else scores[path])
 
 
 def is_committed(path: Path) -> bool:

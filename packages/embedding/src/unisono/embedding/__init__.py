@@ -1,5 +1,6 @@
 """Embedding tables sharded over ranks, with the results and gradients of one process that has them whole."""
 
+from unisono.embedding.clip_grad import clip_grad_norm_
 from unisono.embedding.collection import EmbeddingCollection
 from unisono.embedding.hashing import hash_strings
 from unisono.embedding.id_map import IdMap
@@ -27,6 +28,7 @@ __all__ = [
     "ShardedEmbedding",
     "ShardedEmbeddingBag",
     "Table",
+    "clip_grad_norm_",
     "exclude_from_ddp",
     "hash_strings",
     "plan_tables",

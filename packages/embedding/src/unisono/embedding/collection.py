@@ -114,8 +114,9 @@ class EmbeddingCollection(EngineModule):
         return module.full_weight()
 
     def forward(self, features: Features) -> dict[str, Tensor | Ragged]:
-        started = None if self._prefetcher is None else self._prefetcher.take(features)
-        found = self.engine.look_up(*self._read(features)) if started is None else self.engine.finish(started)
+        inputs, error = self._read(features)
+        started = None if self._prefetcher is None else self._prefetcher.take(features, inputs)
+        found = self.engine.look_up(inputs, error) if started is None else self.engine.finish(started)
         modes = {feature: table.mode for table in self.engine.storage.tables for feature in table.features}
         return {
             name: found[name] if modes[name] else Ragged(found[name], as_ragged(bags).offsets)
@@ -126,9 +127,9 @@ class EmbeddingCollection(EngineModule):
         """Start with the batch that the next call will look up: its row numbers travel while this rank computes.
 
         Results do not change, since that call fetches the rows, when the tables have their last values. All ranks call, in the
-        same order. Give the same tensors to that call, and do not change them until then. That call raises an error in the
-        batch. If any rank calls with other features, all ranks drop what they started. The first prefetch makes a process
-        group and a thread.
+        same order. Give the same tensors to that call. If any rank calls with other tensors, or has changed them in place since
+        then, all ranks drop what they started and look up anew. An error in the batch is raised by that call. The first
+        prefetch makes a process group and a thread.
         """
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self.engine)
@@ -141,6 +142,7 @@ class EmbeddingCollection(EngineModule):
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < module.table.rows:
             raise IndexError(f"reset_rows: rows {int(rows.min())} to {int(rows.max())}: {table!r} has {module.table.rows}")
         box, rule = module.box, self.engine.storage.rule
+        rows = rows.to(torch.int64)  # a box may begin beyond 2^31
         own = rows[(rows >= box.row) & (rows < box.row_end)].to(module.local.device) - box.row
         first_states = rule.states(module.local[:1]) if rule is not None and module.local.numel() else {}
         module.local[own] = 0

@@ -120,7 +120,7 @@ def input_dist(
     outgoing = [] if error else _make_requests(storage, inputs)
     calls = sorted(_describe(name, bags) for name, bags in inputs.items())
     differentiates = torch.is_grad_enabled() and storage.requires_grad()
-    same = f"features {', '.join(calls)}; gradients: {differentiates}"
+    same = f"features {', '.join(calls)}; gradients: {differentiates}{storage.describe_training() if differentiates else ''}"
     counts = _exchange_counts(options.function, outgoing, ranks, same=same, error=error, device=options.device)
     return outgoing, _exchange_rows(storage, outgoing, counts, ranks)
 
@@ -246,7 +246,10 @@ def _exchange_counts(
     few = ranks.size <= _FEW
     numbers = [number for row in own for number in row] if few else []
     words = f"{function}({same})"
-    rule = "All ranks must look up the same features, with or without weights, all with gradients or all without."
+    rule = (
+        "All ranks must look up the same features, with or without weights, all with gradients or all without, "
+        "with the same frozen tables and the same learning rate."
+    )
     try:
         table = validate_across_ranks(
             function, ranks, same=words, numbers=numbers, words=lambda: words, device=device, rule=rule, problem=error
