@@ -252,7 +252,7 @@ def test_an_extended_run_equals_one_that_was_longer_from_the_beginning(ranks, tm
 def test_an_extension_says_what_happens_to_the_learning_rate():
     config = SimpleNamespace(optimizer=SimpleNamespace(warmup=0.0, final=0.1))
     text = explain_new_steps(100, 200, first_step=100, config=config)
-    assert "--run.steps is 200 now, not 100" in text and "It was 10% of its peak in the last step, and is 55% in the" in text
+    assert "--run.steps is 200 now, not 100" in text and "rate was 10% of its peak in the last step, and is 55% in the" in text
 
 
 def test_a_run_cannot_have_fewer_steps_than_it_has_taken_nor_go_on_after_an_early_end(tmp_path, whole, capfd):

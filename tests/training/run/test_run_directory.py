@@ -174,6 +174,16 @@ def test_a_start_that_left_nothing_does_not_stand_in_the_way_of_another_config(d
     assert read_config(path)["config"]["run"]["seed"] == 2 and len(read_provenance(path)["starts"]) == 1
 
 
+@pytest.mark.parametrize("below", ["", "checkpoints/step-00000003"])
+def test_a_run_that_starts_from_weights_takes_their_tokenizer(tmp_path, below):
+    source = opened(with_run(dir=Path("source"))).path
+    (source / "tokenizer.json").write_text("{}")
+    path = opened(with_run(init_from=Path("source") / below)).path
+    assert (path / "tokenizer.json").read_text() == "{}"
+    assert read_config(path)["config"]["run"]["init_from"] == str(source / below)
+    assert opened(with_run(init_from=tmp_path / "source" / below)).resumes
+
+
 def test_directory_that_a_kill_left_without_config_is_begun_anew(tmp_path):
     path = tmp_path / "runs/clip-emoji"
     path.mkdir(parents=True)

@@ -299,16 +299,17 @@ def explain_new_steps(old: int, new: int, *, first_step: int, config: object) ->
 
     Example:
         >>> explain_new_steps(100, 200, first_step=100, config=None)
-        '--run.steps is 200 now, not 100: the learning rate follows the schedule of 200 steps from here on'
+        '--run.steps is 200 now, not 100: the learning rate and other schedules are those of 200 steps from here on'
     """
-    text = f"--run.steps is {new:,} now, not {old:,}: the learning rate follows the schedule of {new:,} steps from here on"
+    text = f"--run.steps is {new:,} now, not {old:,}"
+    text += f": the learning rate and other schedules are those of {new:,} steps from here on"
     optimizer = getattr(config, "optimizer", None)
     if not first_step or not all(hasattr(optimizer, name) for name in ("warmup", "final")):
         return text
     shape = {"warmup": optimizer.warmup, "final": optimizer.final}  # type: ignore[union-attr]
     last = learning_rate_factor(first_step - 1, old, **shape)
     following = learning_rate_factor(first_step, new, **shape)
-    return f"{text}. It was {last:.0%} of its peak in the last step, and is {following:.0%} in the next"
+    return f"{text}. The learning rate was {last:.0%} of its peak in the last step, and is {following:.0%} in the next"
 
 
 def explain_divergence(what: str, config: object) -> str:

@@ -1,6 +1,7 @@
 """Recipes: functions that return a config, and the command line that changes its fields."""
 
 import difflib
+import io
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -96,7 +98,10 @@ class Recipes(Generic[Config]):
             prog = f"{self._prog} {name}"
             description = _summary(self.recipes[name])
             config = self[name]
-        changed = tyro.cli(self.kind, prog=prog, description=description, default=config, args=fields, console_outputs=verbose)
+        with nullcontext() if verbose else redirect_stderr(io.StringIO()):  # tyro prints some errors in any case
+            changed = tyro.cli(
+                self.kind, prog=prog, description=description, default=config, args=fields, console_outputs=verbose
+            )
         try:
             validate_config(changed)
         except UserError as error:

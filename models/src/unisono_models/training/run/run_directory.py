@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol, TypeVar
 
 from unisono_models.training.checkpoint.atomic_file import PART, atomic_write
-from unisono_models.training.checkpoint.manifest import is_committed, list_steps, read_manifest
+from unisono_models.training.checkpoint.manifest import is_committed, is_step_directory, list_steps, read_manifest
 from unisono_models.training.config import RunConfig
 from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
 from unisono_models.training.config.validate import option_name
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 # These fields do not change what is computed: each start of a run may have its own values. The first two are not saved in
 # config.json, so that a run can be moved and repeated elsewhere.
 NOT_SAVED = ("dir", "stop_after")
+_BELONGS_TO_WEIGHTS = ("tokenizer.json",)  # files of a run that one which starts from its weights needs
 _SKELETON = ("config.json", "provenance.json", LOG, ".lock")  # files of a start that was refused before it did anything
 NOT_COMPARED = ("run.dir", "run.stop_after", "run.timeout", "data.max_broken")
 
@@ -229,6 +230,7 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
             saved["config"]["run"] |= {name: None for name in NOT_SAVED if name in saved["config"]["run"]}
             path, resumes, lock, hint = _take(config.run.dir, saved, type(config))
             if not resumes:
+                _copy_with_weights(config.run.init_from, path)
                 atomic_write(path / "config.json", _pretty(saved))
             elif (old := read_config(path)["config"]["run"]["steps"]) != config.run.steps:
                 changed_steps = old, config.run.steps
@@ -274,6 +276,15 @@ def read_provenance(path: Path) -> Json:
         found = None
     found = found if isinstance(found, dict) and isinstance(found.get("starts"), list) else {"seed": None, "starts": []}
     return found | {"fingerprints": fingerprints if isinstance(fingerprints := found.get("fingerprints"), dict) else {}}
+
+
+def _copy_with_weights(source: Path | None, path: Path) -> None:
+    """Copy what the weights of --run.init-from mean nothing without, such as the tokenizer of a text tower."""
+    for name in _BELONGS_TO_WEIGHTS if source is not None else ():
+        assert source is not None
+        file = (source.parent.parent if is_step_directory(source) else source) / name
+        if file.is_file():
+            atomic_write(path / name, file.read_bytes())
 
 
 def _take(given: Path | None, saved: Json, kind: type) -> tuple[Path, bool, IO[str] | None, str]:
