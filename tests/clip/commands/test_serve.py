@@ -22,6 +22,7 @@ from tests.clip.small_clip import small_config, small_tokenizer
 from unisono_models.clip.commands import serve
 from unisono_models.clip.commands.serve import SearchServer
 from unisono_models.clip.model import Clip
+from unisono_models.training.errors import UserError
 
 
 @pytest.fixture
@@ -223,9 +224,9 @@ def test_a_taken_port(monkeypatch):
             assert second.server_port not in (0, first.server_port)
         with pytest.raises(OSError, match=f"--port {first.server_port}: Address already in use"):
             serve._start(gallery, first.server_port)
-    with pytest.raises(SystemExit, match="--port 70000 must be between 0 and 65535"):
+    with pytest.raises(UserError, match="--port 70000 must be between 0 and 65535"):
         serve.main(["somewhere", "--port", "70000"])
-    with pytest.raises(SystemExit, match="somewhere: no such directory"):
+    with pytest.raises(UserError, match="somewhere: no such directory"):
         serve.main(["somewhere"])
 
 

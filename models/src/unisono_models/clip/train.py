@@ -56,6 +56,7 @@ def train(config: Config, session: Session) -> None:
         module = ClipTrainingModule(clip, config.loss).to(ranks.device, dtype)
 
     prepare_text: Callable[[Sequence[str]], Tensor] = tokenizer
+    session.load_initial_weights(module)  # the features of frozen towers are computed now
     if config.model.text.frozen and datasets.captions_complete:
         prepare_text = CaptionFeatures(module.clip, datasets.captions, list_test_captions(datasets.tests), ranks, watchdog)
     image_features = None

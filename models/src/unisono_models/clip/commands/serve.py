@@ -28,6 +28,7 @@ import tyro
 
 from unisono_models.clip.gallery import MAX_QUERY, Gallery, SearchHit, open_gallery
 from unisono_models.datasets.images import BrokenImageError
+from unisono_models.training.errors import UserError
 
 MAX_UPLOAD = 8 * 2**20
 MAX_TOP = 60
@@ -273,7 +274,7 @@ class ServeOptions:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command until it is interrupted (Ctrl-C). Raises: SystemExit with one line if it cannot start."""
+    """Run the command until it is interrupted (Ctrl-C). Raises: UserError if it cannot start."""
     options = tyro.cli(ServeOptions, prog=PROG, args=args)
     try:
         if not 0 <= options.port <= 65535:
@@ -281,9 +282,9 @@ def main(args: Sequence[str] | None = None) -> None:
         gallery, _ = open_gallery(options.run, limit=options.limit)
         server = _start(gallery, options.port)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"{PROG}: {error}") from error
+        raise UserError(str(error)) from error
     except KeyboardInterrupt:
-        raise SystemExit(f"{PROG}: interrupted while starting") from None
+        raise UserError("interrupted while starting") from None
     with server:
         gallery.search("warm up")  # so that the first search of a user is fast
         plural = "s" if len(gallery.items) > 1 else ""
