@@ -200,3 +200,14 @@ def a_dict_leaf_by_leaf() -> None:
 
 def test_a_dict_is_reduced_leaf_by_leaf():
     run_ranks(a_dict_leaf_by_leaf, world_size=2)
+
+
+def ignored_labels() -> None:
+    code = re.search(r"`(global_mean\(F\.cross_entropy\([^`]+)`", README.read_text()).group(1)
+    logits, labels = tensor(SIZES[dist.get_rank()], 4), torch.tensor([1, -100, 3])[: SIZES[dist.get_rank()]]
+    known = {**vars(unisono.collectives), "F": F, "logits": logits, "labels": labels}
+    equal(eval(code, known), F.cross_entropy(torch.cat(everyone(logits)), torch.cat(everyone(labels)), ignore_index=-100))
+
+
+def test_ignored_labels_are_weights_of_the_mean():
+    run_ranks(ignored_labels, world_size=2)

@@ -116,8 +116,9 @@ def batches_of_gradients():
             )
 
 
-def test_batches_of_gradients(ranks):
-    ranks(batches_of_gradients, world_size=1)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_batches_of_gradients(ranks, world_size):
+    ranks(batches_of_gradients, world_size=world_size)
 
 
 def test_jacobian_and_hessian_with_vectorize():

@@ -122,6 +122,15 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
 
     Example, 2 ranks holding [1.] and [2., 6.]:
         global_mean(x)  ->  3. on both (the mean of the local means would be 2.5)
+
+    Example, the mean of cross_entropy(ignore_index=-100) over the labels of all ranks that are not ignored:
+        >>> import torch
+        >>> from torch.nn.functional import cross_entropy
+        >>> from unisono.collectives import global_mean
+        >>> logits, labels = torch.eye(3), torch.tensor([0, 1, -100])
+        >>> losses = cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+        >>> global_mean(losses, weights=labels != -100), cross_entropy(logits, labels)
+        (tensor(0.5514), tensor(0.5514))
     """
     validate_choice("global_mean", "grad_reduce", grad_reduce, ("mean", "sum"))
     validate_tensor("global_mean", x)
