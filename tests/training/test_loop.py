@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono.collectives import global_mean
 from unisono_models.training.checkpoint import manifest
+from unisono_models.training.checkpoint.manager import Checkpoints
 from unisono_models.training.config import CheckpointConfig, RunConfig
 from unisono_models.training.errors import UserError
 from unisono_models.training.loop import TrainingLoop, explain_divergence, explain_new_steps, start_session
@@ -305,6 +306,30 @@ def test_a_run_that_is_continued_does_not_need_the_weights_that_it_started_from(
     train(tmp_path / "run", init_from=tmp_path / "source", stop_after=5)
     shutil.rmtree(tmp_path / "source")
     assert train(tmp_path / "run", init_from=tmp_path / "source")[1] and "init_from" not in provenance(tmp_path / "run")[1]
+
+
+def weights_before_the_loop(directory, source):
+    config, net = Config(RunConfig(steps=10, dir=directory, init_from=source)), nn.Linear(3, 1)
+    with start_session(config, model="line", recipe="tiny") as session:
+        session.load_initial_weights(net)
+        with TrainingLoop(session, model := nn.Linear(3, 1), torch.optim.AdamW(model.parameters(), lr=0.1)) as loop:
+            for _ in loop:
+                loop.log({}, samples=1)
+                net.weight.data += 1
+                model.weight.data.copy_(net.weight)
+                loop.save({})
+                break
+        return net.weight.detach().clone() - 1
+
+
+def test_weights_can_be_loaded_before_the_loop_begins(whole, tmp_path):
+    """A frozen tower is evaluated before the loop: with the weights that it starts from, or with the run's own ones."""
+    source = nn.Linear(3, 1)
+    with Checkpoints(whole[0] / "checkpoints") as checkpoints:
+        checkpoints.load_weights(whole[0], source)
+    first = weights_before_the_loop(tmp_path / "run", whole[0])
+    assert torch.equal(first, source.weight + 1 - 1)
+    assert torch.equal(weights_before_the_loop(tmp_path / "run", whole[0]), first + 1 + 1 - 1)
 
 
 def test_weights_that_do_not_fit_or_are_not_there_are_refused(ranks, whole, tmp_path):

@@ -17,6 +17,7 @@ from unisono_models.gan.figures import (
 )
 from unisono_models.gan.model.export import read_export, write_export
 from unisono_models.gan.model.sampling import generate
+from unisono_models.training.errors import UserError
 from unisono_models.training.run.run_directory import RunError
 
 
@@ -68,7 +69,7 @@ def test_interpolations_begin_and_end_with_samples(finished_run, tmp_path):
     ],
 )
 def test_wrong_options_are_rejected(finished_run, args, message):
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(UserError, match=message):
         main([str(finished_run[0]), *args])
 
 
@@ -80,7 +81,7 @@ def test_error_suggests_only_runs_of_this_model(finished_run, tmp_path, monkeypa
         if name != "begun":
             (tmp_path / "runs" / name / "export" / "model.safetensors").touch()
         (tmp_path / "runs" / name / "config.json").write_text(json.dumps(about | {"model": model}))
-    with pytest.raises(SystemExit, match=r"runs/theirs holds a run of clip, not of gan\. Here are runs/ours$"):
+    with pytest.raises(UserError, match=r"runs/theirs holds a run of clip, not of gan\. Here are runs/ours$"):
         main(["runs/theirs"])
 
 

@@ -49,6 +49,17 @@ class Session:
     watchdog: Watchdog
     stop_signal: StopSignal
 
+    def load_initial_weights(self, model: nn.Module) -> None:
+        """Load now the weights of `model` that TrainingLoop will load. Does nothing without --run.init-from. All ranks call it.
+
+        For a model that uses frozen weights before the loop begins, such as for features that it caches.
+        """
+        run = self.config.run
+        if run.init_from is not None:
+            with Checkpoints(self.directory.checkpoints, timeout=run.timeout) as checkpoints:
+                continues = broadcast_object(bool(list_steps(self.directory.checkpoints)))
+                checkpoints.load_weights(self.directory.path if continues else run.init_from, model)
+
 
 @contextmanager
 def start_session(config: TrainingConfig, *, model: str, recipe: str) -> Iterator[Session]:
@@ -280,18 +291,6 @@ class TrainingLoop:
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""
         self._log.say(text)
-
-
-def load_initial_weights(session: Session, model: nn.Module) -> None:
-    """Load now the weights of `model` that TrainingLoop will load. Does nothing without --run.init-from. All ranks call it.
-
-    For a model that uses frozen weights before the loop begins, such as for features that it caches.
-    """
-    run, directory = session.config.run, session.directory
-    if run.init_from is not None:
-        with Checkpoints(directory.checkpoints, timeout=run.timeout) as checkpoints:
-            continues = broadcast_object(bool(list_steps(directory.checkpoints)))
-            checkpoints.load_weights(directory.path if continues else run.init_from, model)
 
 
 def explain_new_steps(old: int, new: int, *, first_step: int, config: object) -> str:

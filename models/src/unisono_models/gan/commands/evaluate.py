@@ -19,6 +19,7 @@ from unisono_models.training.config.serialization import read_json
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 from unisono_models.training.distributed.object_collectives import RanksError, raise_together
 from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.errors import UserError
 from unisono_models.training.run.report import print_table
 from unisono_models.training.run.run_directory import RunError, find_run
 
@@ -74,6 +75,6 @@ def main(args: Sequence[str] | None = None) -> None:
         try:
             rows = evaluate_run(options, ranks, watchdog)
         except (ValueError, OSError, RanksError) as error:
-            raise SystemExit(str(error)) from None
+            raise UserError(str(error)) from error
         if ranks.first:
             print_table(rows, title=str(options.run))

@@ -22,6 +22,7 @@ from unisono_models.gan.model.sampling import (
     generate_interpolations,
     select_classes,
 )
+from unisono_models.training.errors import UserError
 from unisono_models.training.run.run_directory import RunError, find_run
 
 _COUNT = 8  # default number of images for each condition
@@ -143,5 +144,5 @@ def main(args: Sequence[str] | None = None) -> None:
         find_run(options.run, model="gan", kind=Config, files=FILES)
         save_png(sample(read_export(options.run / "export"), options), options.out)
     except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from None
+        raise UserError(str(error)) from error
     print(options.out)
