@@ -6,6 +6,7 @@ from tests.gan.small_runs import ALONE, SEED
 from unisono_models.gan.commands.evaluate import EvaluateOptions, evaluate_run
 from unisono_models.gan.commands.evaluate import main as evaluate
 from unisono_models.gan.commands.sample import main as sample
+from unisono_models.training.errors import UserError
 
 
 def test_evaluate_gives_the_metrics_of_the_summary(finished_run):
@@ -17,8 +18,8 @@ def test_evaluate_gives_the_metrics_of_the_summary(finished_run):
 
 
 def test_unfinished_run_is_rejected(finished_run, tmp_path):
-    with pytest.raises(SystemExit, match=r"no such directory.*scripts/train gan"):
+    with pytest.raises(UserError, match=r"no such directory.*scripts/train gan"):
         sample([str(tmp_path / "none")])
     (tmp_path / "config.json").write_bytes((finished_run[0] / "config.json").read_bytes())
-    with pytest.raises(SystemExit, match=r"export/model.safetensors is not there yet"):
+    with pytest.raises(UserError, match=r"export/model.safetensors is not there yet"):
         evaluate([str(tmp_path)])

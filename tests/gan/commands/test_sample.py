@@ -17,6 +17,7 @@ from unisono_models.gan.figures import (
 )
 from unisono_models.gan.model.export import read_export, write_export
 from unisono_models.gan.model.sampling import generate
+from unisono_models.training.errors import UserError
 from unisono_models.training.run.run_directory import RunError
 
 
@@ -60,15 +61,16 @@ def test_interpolations_begin_and_end_with_samples(finished_run, tmp_path):
     ("args", "message"),
     [
         (["--labels", "cat", "cow"], "--labels: 'cow' is not a class; the classes are cat, dog, owl"),
-        (["--texts", "a cat"], "model.condition=class: use --labels"),
+        (["--texts", "a cat"], "--model.condition class: use --labels"),
         (["--count", "0"], "--count 0: must be at least 1"),
         (["--interpolate", "1"], "--interpolate 1: must be at least 2"),
         (["--truncation", "nan"], "--truncation nan"),
         (["--out", "grid.gif"], "must end in .png"),
+        (["--out", "/dev/null/grid.png"], "--out /dev/null/grid.png: cannot be written"),
     ],
 )
 def test_wrong_options_are_rejected(finished_run, args, message):
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(UserError, match=message):
         main([str(finished_run[0]), *args])
 
 
@@ -80,7 +82,7 @@ def test_error_suggests_only_runs_of_this_model(finished_run, tmp_path, monkeypa
         if name != "begun":
             (tmp_path / "runs" / name / "export" / "model.safetensors").touch()
         (tmp_path / "runs" / name / "config.json").write_text(json.dumps(about | {"model": model}))
-    with pytest.raises(SystemExit, match=r"runs/theirs holds a run of clip, not of gan\. Here are runs/ours$"):
+    with pytest.raises(UserError, match=r"runs/theirs holds a run of clip, not of gan\. Here are runs/ours$"):
         main(["runs/theirs"])
 
 

@@ -10,6 +10,7 @@ from tests.gan.small_runs import CLASSES, SIZE, draw_images, make_generator
 from unisono_models.gan.commands.sample import main as sample
 from unisono_models.gan.config import DataConfig
 from unisono_models.gan.model.export import read_export, write_export
+from unisono_models.training.errors import UserError
 
 
 @pytest.mark.parametrize(("condition", "dtype"), [("class", torch.float32), ("text", torch.float64), ("none", torch.float32)])
@@ -41,6 +42,6 @@ def test_damaged_export_is_rejected(finished_run, tmp_path, name, change, messag
     file = run / "export" / name
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(
-        SystemExit, match=rf"(?s)export is damaged, or not the export of a GAN \(.*{message}.*Start the training"
+        UserError, match=rf"(?s)export is damaged, or not the export of a GAN \(.*{message}.*Start the training"
     ):
         sample([str(run), "--out", str(tmp_path / "out.png")])
