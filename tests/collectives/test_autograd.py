@@ -5,7 +5,17 @@ import torch
 import torch.distributed as dist
 
 from tests.collectives.one_process import CASES, SKEWED, inputs_of
-from unisono.collectives import all_gather, all_reduce, all_to_all, gather, reduce_scatter, scatter, shift
+from unisono.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    average_gradient,
+    gather,
+    global_mean,
+    reduce_scatter,
+    scatter,
+    shift,
+)
 from unisono.collectives.testing import gradcheck, gradgradcheck, run_ranks
 
 CHECKED = ["all_gather_dim1", "gather", "scatter", "broadcast", "all_to_all_single", "shift", "all_reduce_sum"]
@@ -92,6 +102,54 @@ def only_some_ranks_need_a_gradient() -> None:
 
 def test_gradient_needed_on_one_rank_only_does_not_hang():
     run_ranks(only_some_ranks_need_a_gradient, world_size=3)
+
+
+def inference_tensor_on_one_rank() -> None:
+    """It cannot have a gradient, but its rank must take part in the backward of the others."""
+    with torch.inference_mode(dist.get_rank() == 1):
+        x = torch.ones(2)
+    if dist.get_rank() == 0:
+        x.requires_grad_()
+    for gathered in (all_gather(x), all_gather([x])[0]):
+        gathered.sum().backward()
+    assert dist.get_rank() == 1 or x.grad.tolist() == [4, 4]
+
+
+def test_inference_tensor_on_one_rank_does_not_hang():
+    run_ranks(inference_tensor_on_one_rank, world_size=2)
+
+
+def batched_gradients() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(2 + rank, 3, dtype=torch.float64, requires_grad=True)
+    same = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    calls = [
+        (lambda x: all_gather(x) ** 2, x),
+        (lambda x: all_gather(x, grad="slice") ** 2, x),
+        (lambda x: all_gather({"x": x, "unused": x.sum(1)})["x"] ** 2, x),
+        (lambda x: all_gather([x, x.sum(1)], grad="slice")[rank % 2] ** 2, x),
+        (global_mean, x),
+        (lambda x: all_reduce(x, "max") ** 2, same),
+        (lambda x: all_reduce(x) ** 2, same),
+        (average_gradient, same),
+    ]
+    for call, x in calls:
+        y = call(x)
+        seeds = torch.stack([torch.full_like(y, rank + k + 1.0) for k in range(3)])
+        expected = torch.stack([torch.autograd.grad(y, x, seed, retain_graph=True)[0] for seed in seeds])
+        (got,) = torch.autograd.grad(y, x, seeds, is_grads_batched=True, create_graph=True)
+        torch.testing.assert_close(got, expected)
+        if got.requires_grad:  # linear ones have no second derivative
+            second = torch.autograd.grad(got.square().sum(), x, retain_graph=True)[0]
+            single = [torch.autograd.grad(y, x, seed, create_graph=True)[0].square().sum() for seed in seeds]
+            torch.testing.assert_close(second, torch.autograd.grad(sum(single), x)[0])
+    rows = torch.autograd.functional.jacobian(lambda x: all_reduce(x) ** 2, same, vectorize=True)
+    torch.testing.assert_close(rows, torch.diag(2 * size * all_reduce(same.detach())))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batched_gradients_match_single_ones(world_size):
+    run_ranks(batched_gradients, world_size=world_size)
 
 
 def incoming_gradient_is_left_alone() -> None:

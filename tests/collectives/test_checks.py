@@ -7,18 +7,23 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from unisono.collectives import (
     MismatchError,
+    Ring,
     all_gather,
     all_reduce,
     all_to_all,
     all_to_all_single,
+    average_gradient,
     broadcast,
     checked,
     exchange_sizes,
     gather,
     global_mean,
+    reduce,
     reduce_scatter,
     scatter,
     shift,
@@ -57,7 +62,24 @@ UNCHECKED: dict[str, tuple[Callable[[int], object], list[str]]] = {
     "reduce_scatter shapes": (lambda r: reduce_scatter(torch.zeros(4 + r)), ["float32[4]", "float32[5]"]),
     "reduce_scatter ops": (lambda r: reduce_scatter(torch.zeros(4), op=["sum", "max"][r]), ["the ranks disagree"]),
     "scatter without x": (lambda r: scatter(None), ["rank 0: x: expected a Tensor of at least one dimension on root=0"]),
-    "scatter with two x": (lambda r: scatter(torch.zeros(2)), ["rank 1: x must be None", "float32[2]"]),
+    "scatter with a list": (lambda r: scatter([1] if r else torch.zeros(2)), ["rank 1: x: expected a Tensor, got list"]),
+    "Ring of lengths that differ on one rank": (
+        lambda r: Ring([torch.zeros(2), torch.zeros(2 + r)]),
+        ["rank 1: tensors must have the same first dimension, got float32[2], float32[3]"],
+    ),
+    "Ring of nothing on one rank": (
+        lambda r: Ring([torch.zeros(2)] * (1 - r)),
+        ["rank 1: tensors: expected at least one tensor, got an empty sequence"],
+    ),
+    "Ring counts": (lambda r: Ring([torch.zeros(2)] * (1 + r)), ["tensors=1", "tensors=2"]),
+    "float8 that needs a gradient on one rank": (
+        lambda r: all_gather(torch.zeros(2, requires_grad=bool(r)).to(torch.float8_e5m2)),
+        ["rank 1: x: the ranks cannot add gradients in torch.float8_e5m2", "x.detach()"],
+    ),
+    "float8 that needs a gradient in a tree": (
+        lambda r: all_gather({"x": torch.zeros(2, requires_grad=bool(r)).to(torch.float8_e5m2)}),
+        ["rank 1: x: the ranks cannot add gradients in torch.float8_e5m2"],
+    ),
     "scatter sizes": (
         lambda r: scatter(None if r else torch.zeros(4), sizes=None if r else [1, 2]),
         ["rank 0: sizes=(1, 2) do not add up", "(4,)"],
@@ -85,6 +107,33 @@ def test_mismatch_is_the_same_error_on_all_ranks(name):
     messages = run_ranks(caught_message, name, "UNCHECKED", world_size=2)
     assert messages[0] == messages[1]
     assert [part for part in UNCHECKED[name][1] if part not in messages[0]] == [], messages[0]
+
+
+def dtensors_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = DTensor.from_local(torch.ones(2, 2), mesh)
+    calls = [all_gather, all_reduce, gather, scatter, broadcast, reduce, reduce_scatter, all_to_all_single, shift, global_mean]
+    calls += [
+        average_gradient,
+        exchange_sizes,
+        lambda x: all_gather({"x": x}),
+        lambda x: all_to_all([x, x]),
+        lambda x: Ring([x]),
+    ]
+    for call in calls:
+        with pytest.raises((TypeError, ValueError), match=r"x is a DTensor: pass x\.to_local\(\).*x\.full_tensor\(\)"):
+            call(x)
+
+
+def test_dtensors_are_refused_by_name():
+    run_ranks(dtensors_are_refused, world_size=2)
+
+
+def test_ops_that_are_not_reductions_are_refused():
+    with pytest.raises(TypeError, match="reduce: op=1 is not a reduction; the rank that gets the result is root=1"):
+        reduce(torch.ones(1), 1)
+    with pytest.raises(ValueError, match=r"all_reduce: op='RedOpType.BAND' is not one of 'sum', 'avg'"):
+        all_reduce(torch.ones(1), dist.ReduceOp.BAND)
 
 
 def two_calls(rank: int, *, swapped: bool = False, skipped: bool = False) -> None:

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from unisono.collectives import (
+    Ring,
     all_gather,
     all_reduce,
     all_to_all,
@@ -39,6 +41,7 @@ PROGRAMS = {
     "all_gather tree": lambda x: all_gather({"a": x, "b": [x.sum()]})["a"] * 2,
     "all_reduce": lambda x: all_reduce(x.sum(0)),
     "all_reduce avg": lambda x: all_reduce(x.sum(0), "avg"),
+    "all_reduce of torch's op": lambda x: all_reduce(x.sum(0), dist.ReduceOp.AVG),
     "all_reduce max": lambda x: all_reduce(x.sum(0), "max"),
     "all_reduce product": lambda x: all_reduce(x.sum(0), "product"),
     "all_reduce identity": lambda x: all_reduce(x.sum(0), grad="identity"),
@@ -212,3 +215,31 @@ def works_while_another_thread_compiles() -> None:
 def test_collectives_of_a_thread_while_another_one_compiles(ranks):
     """As a checkpoint that is written in the background does."""
     ranks(works_while_another_thread_compiles, world_size=2)
+
+
+def gradient_of(program):
+    return torch.func.grad(lambda x: program(x).square().sum())
+
+
+def make_fx_matches_eager() -> None:
+    """A graph of sends and receives does not wait for them: most runs gave garbage."""
+    programs = {
+        "all_reduce": lambda x: all_reduce(x) * 2,
+        "all_reduce max": lambda x: all_reduce(x, "max") * 2,
+        "all_gather": lambda x: all_gather(x) * 2,
+        "all_gather tree": lambda x: all_gather({"a": x, "b": x + 1})["b"] * 2,
+        "all_to_all": lambda x: all_to_all([x, x + 1])[1] * 2,
+        "scatter": lambda x: scatter(x) * 2,
+        "global_mean": lambda x: global_mean(x),
+    }
+    first, second = (torch.randn(100_000) + dist.get_rank() for _ in range(2))
+    for name, program in programs.items():
+        for function in (program,) if name == "scatter" else (program, gradient_of(program)):
+            graph = make_fx(function)(first)
+            assert torch.equal(graph(second), function(second)), name
+    with pytest.raises(RuntimeError, match="Ring: make_fx cannot trace it"):
+        make_fx(lambda x: [block for _, (block,) in Ring([x])])(first)
+
+
+def test_graphs_of_make_fx_match_eager():
+    run_ranks(make_fx_matches_eager, world_size=2)

@@ -9,6 +9,7 @@ from unisono.collectives import (
     all_reduce,
     all_to_all,
     all_to_all_single,
+    average_gradient,
     broadcast,
     gather,
     global_mean,
@@ -23,7 +24,7 @@ FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.bool]
 REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
-REDUCED = [*REAL, *COMPLEX, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool]
+REDUCED = [*REAL, *COMPLEX, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
 
 
 def values(rank: int, dtype: torch.dtype, rows: int) -> torch.Tensor:
@@ -76,6 +77,41 @@ def reduces(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", REDUCED, ids=str)
 def test_every_reducible_dtype_reduces(dtype):
     run_ranks(reduces, dtype, world_size=3)
+
+
+def unsigned_sums() -> None:
+    for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+        largest = torch.iinfo(dtype).max
+        x = torch.tensor([largest, 3, 0], dtype=dtype)
+        for result in (all_reduce(x), reduce_scatter(x.repeat(2), sizes=[3, 3]), broadcast(reduce(x))):
+            assert result.dtype == dtype and result.tolist() == [-2 if dtype is torch.int16 else largest - 1, 6, 0]
+
+
+def test_sums_of_integers_that_backends_do_not_know_wrap_around():
+    run_ranks(unsigned_sums, world_size=2)
+
+
+def test_average_gradient_keeps_integers_as_they_are():
+    assert run_ranks(average_gradient, torch.arange(2), world_size=2)[1].dtype is torch.int64
+
+
+def float8_without_sums() -> None:
+    """Gradients that are only moved are right; broadcast would have to add them."""
+    x = torch.ones(2, requires_grad=True)
+    for y in (
+        all_gather(x.to(FLOAT8[0]), grad="slice"),
+        shift(x.to(FLOAT8[0])),
+        all_gather([x.to(FLOAT8[0])], grad="slice")[0],
+    ):
+        x.grad = None
+        y.float().sum().backward()
+        assert x.grad.tolist() == [1, 1]
+    with pytest.raises(TypeError, match=r"broadcast: x: the ranks cannot add gradients in torch\.float8_e4m3fn"):
+        broadcast(x.to(FLOAT8[0]))
+
+
+def test_float8_has_the_gradients_that_need_no_sum():
+    run_ranks(float8_without_sums, world_size=2)
 
 
 def nan_is_kept() -> None:

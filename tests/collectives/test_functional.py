@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.collectives.one_process import CASES, first_and_second, inputs_of, local_loss, matches_one_process
 from unisono.collectives import (
+    Ring,
     all_gather,
     all_reduce,
     all_to_all,
@@ -19,6 +20,7 @@ from unisono.collectives import (
     broadcast,
     exchange_sizes,
     gather,
+    global_mean,
     reduce,
     reduce_scatter,
     scatter,
@@ -215,7 +217,45 @@ def all_gather_on_a_group() -> None:
         assert all_gather(torch.tensor([dist.get_rank()]), group=group).tolist() == [0, 2]
 
 
+def all_to_all_results_are_tensors_of_their_own() -> None:
+    """They were views of one tensor: a change in place raised, and one part kept the memory of all."""
+    ys = all_to_all([torch.ones(2, requires_grad=True) for _ in range(3)])
+    assert [y.untyped_storage().nbytes() for y in ys] == [8, 8, 8]
+    ys[0].mul_(2)
+    sum(y.sum() for y in ys).backward()
+
+
+def scatter_ignores_what_receivers_pass() -> None:
+    """torch's scatter takes tensors on all ranks. Ours raised, unless they were empty."""
+    rank = dist.get_rank()
+    x = torch.arange(3.0 + rank, requires_grad=True)  # the receivers' shapes differ from the root's
+    part = scatter(x, root=1)
+    assert part.tolist() == [[0, 1], [2], [3]][rank]
+    part.sum().backward()
+    assert x.grad.tolist() == [float(rank == 1)] * len(x)
+    assert not scatter(x.detach().requires_grad_(rank != 1), root=1).requires_grad  # the root would not run the backward
+
+
+def a_default_device_does_not_matter() -> None:
+    torch.set_default_device("meta")
+    try:
+        x = torch.ones(3, 2, device="cpu", requires_grad=True)
+        results = [call(x) for call in (all_gather, gather, all_to_all_single, shift, reduce_scatter, all_reduce, global_mean)]
+        results += [all_gather({"x": x})["x"], all_reduce(x, "max"), *all_to_all([x] * 3), scatter(x)]
+        assert all_gather({"x": None}) == {"x": None}
+        ring = Ring([x])
+        for _, (block,) in ring:
+            ring.add(block * 2)
+        assert {y.device.type for y in [*results, ring.total()]} == {"cpu"}
+        sum(y.sum() for y in results).backward()
+    finally:
+        torch.set_default_device(None)
+
+
 REGRESSIONS = [
+    all_to_all_results_are_tensors_of_their_own,
+    scatter_ignores_what_receivers_pass,
+    a_default_device_does_not_matter,
     all_reduce_max_min_product_backward,
     reduce_backward_of_op,
     reduce_scatter_backward_of_op,

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -54,6 +55,10 @@ def forever_in_a_named_place() -> None:
 def hang_on(bad_rank: int) -> None:
     if dist.get_rank() == bad_rank:
         forever_in_a_named_place()
+
+
+def length_of(argument: bytes) -> int:
+    return len(argument)
 
 
 def return_a_lambda() -> object:
@@ -151,6 +156,16 @@ def test_hanging_rank_is_reported_with_its_place(failed):
 def test_rank_killed_between_calls_is_reported(failed):
     os.kill(run_ranks(rank_and_pid, world_size=3)[1][1], signal.SIGKILL)
     assert failed(rank_and_pid).reports[1].detail == "killed by SIGKILL"
+
+
+def test_stopped_rank_does_not_hold_up_a_large_argument(failed):
+    """The message did not fit into the pipe, so that sending it waited for the rank, beyond the timeout."""
+    pid = run_ranks(rank_and_pid, world_size=3)[1][1]
+    os.kill(pid, signal.SIGSTOP)
+    wake = threading.Timer(20, os.kill, (pid, signal.SIGCONT))  # ends a test that fails
+    wake.start()
+    assert states(failed(length_of, b"0" * (8 << 20), timeout=2.0)) == ["returned", "hung", "returned"]
+    wake.cancel()
 
 
 def test_result_that_cannot_be_sent_is_reported(failed):

@@ -97,7 +97,7 @@ def global_batch(rows: int, scale: float = 4.0, seed: int = 0) -> dict[str, Tens
 
 
 SHARED = ("scale", "temperature", "bias")
-CONSTANT = ("ids", "negatives", "negative_ids")
+CONSTANT = ("ids", "negative_ids")
 
 
 def differentiable(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,8 +2,18 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.contrastive.loss_cases import CASES, differentiable, global_batch, gradients, matches_one_process
+from tests.contrastive.loss_cases import (
+    CASES,
+    SHARED,
+    close,
+    differentiable,
+    global_batch,
+    gradients,
+    local_batch,
+    matches_one_process,
+)
 from unisono import contrastive
 
 
@@ -55,3 +65,42 @@ def with_empty_neighbours(sizes):
 @pytest.mark.parametrize("sizes", [(0, 6, 1, 0), (4, 0, 0), (0, 0, 0, 5), (3, 0, 0, 4)], ids=str)
 def test_empty_neighbours_match_one_process(ranks, sizes):
     ranks(with_empty_neighbours, sizes, world_size=len(sizes))
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_default_device_changes_nothing(device):
+    batch = differentiable(global_batch(7))
+    expected = {name: case(batch, getattr(contrastive, case.function)) for name, case in CASES.items()}
+    with torch.device(device):
+        for name, case in CASES.items():
+            plain = {key: t.item() if key in SHARED else t for key, t in batch.items()}  # numbers become tensors inside
+            for given in (batch, plain):
+                loss = case(given, getattr(contrastive, case.function))
+                assert torch.equal(loss, expected[name]) and loss.device.type == "cpu", name
+                gradients(loss, batch)
+        assert contrastive.retrieval_metrics(batch["x"], batch["y"], batch["ids"])["rows"] == 7
+
+
+def negatives_with_a_gradient(where):
+    """Each rank has another number of negatives than of rows, and `where` has the only tensors that require a gradient."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes, counts = (4, 0, 3), (2, 3, 0)
+    whole = global_batch(7)
+    negatives = whole["negatives"][:5].clone().requires_grad_()
+    expected = contrastive.reference.clip_loss(whole["x"], whole["y"], 4.0, negatives=negatives, label_smoothing=0.1)
+    expected.backward()
+    mine = local_batch(whole, sizes, rank)
+    own = negatives.detach().split_with_sizes(counts)[rank].clone().requires_grad_(rank in where)
+    for exchange in ("gather", "ring"):
+        options = {"label_smoothing": 0.1, "exchange": exchange}
+        loss = contrastive.clip_loss(mine["x"], mine["y"], 4.0, negatives=own, **options)
+        close(loss.detach(), expected.detach(), 1e-12, "loss")
+        own.grad = None
+        loss.backward()
+        if rank in where:
+            close(own.grad, world * negatives.grad.split_with_sizes(counts)[rank], 1e-12, "gradient of negatives", size=1.0)
+
+
+@pytest.mark.parametrize("where", [(0, 1, 2), (1,)])
+def test_negatives_have_a_gradient(ranks, where):
+    ranks(negatives_with_a_gradient, where, world_size=3)

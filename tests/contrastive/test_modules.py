@@ -30,6 +30,19 @@ def test_modules_call_their_functions():
     torch.testing.assert_close(SupConLoss(temperature=0.2, learned=True)(X, IDS), supcon_loss(X, IDS, 0.2))
 
 
+def test_a_model_may_own_the_scale_and_the_bias():
+    """As in open_clip, by position or by name. A softmax does not depend on a bias, whose gradient is zero rather than None."""
+    scale, bias = torch.tensor([20.0], requires_grad=True), torch.tensor([-3.0], requires_grad=True)
+    clip, sigmoid = ClipLoss(label_smoothing=0.1), SigmoidLoss()
+    assert torch.equal(clip(X, Y, scale, ids=IDS), clip_loss(X, Y, scale, ids=IDS, label_smoothing=0.1))
+    assert torch.equal(sigmoid(X, Y, scale, bias), sigmoid_loss(X, Y, scale, bias))
+    assert torch.equal(sigmoid(X, Y, logit_bias=bias), sigmoid_loss(X, Y, sigmoid.scale, bias))
+    found = clip(image_features=X, text_features=Y, logit_scale=scale, logit_bias=bias, output_dict=True)
+    assert torch.equal(found["contrastive_loss"], clip_loss(X, Y, scale, label_smoothing=0.1))
+    found["contrastive_loss"].backward()
+    assert bias.grad.tolist() == [0] and scale.grad.item() != 0 and clip.log_scale.grad is None
+
+
 @pytest.mark.parametrize("make", [ClipLoss, lambda: SigmoidLoss(max_scale=100.0)])
 def test_the_scale_stays_below_its_bound_and_can_come_back(make):
     module = make()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from unisono.contrastive import clip_loss, sigmoid_loss
+from unisono.contrastive import ClipLoss, SigmoidLoss, clip_loss, sigmoid_loss
 
 FOUND = importlib.util.find_spec("open_clip")
 pytestmark = pytest.mark.skipif(FOUND is None, reason="open_clip is installed with the newest torch only")
@@ -77,3 +77,37 @@ def without_gradient_through_the_gather():
 
 def test_the_default_of_open_clip_gives_a_fraction_of_the_gradient(ranks):
     ranks(without_gradient_through_the_gather, world_size=3)
+
+
+def calls_of_its_training_loop(kind):
+    """open_clip_train calls loss(**model_out, output_dict=True) and adds up the values of the dict."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    theirs = open_clip_losses()
+    x, y, scale, bias = features()
+    model_out = {"image_features": x, "text_features": y, "logit_scale": scale, "logit_bias": bias}
+    if kind == "siglip":
+        losses = theirs.SigLipLoss(rank=rank, world_size=world), SigmoidLoss()
+    else:
+        losses = theirs.ClipLoss(gather_with_grad=True, rank=rank, world_size=world), ClipLoss()
+    expected, found = ([loss(**model_out, output_dict=True), loss(x, y, scale, bias)] for loss in losses)
+    assert found[0].keys() == expected[0].keys() == {"contrastive_loss"}
+    leaves = [x, y, scale, bias]
+    for value, truth in zip(
+        (found[0]["contrastive_loss"], found[1]), (expected[0]["contrastive_loss"], expected[1]), strict=True
+    ):
+        grads = torch.autograd.grad(truth, leaves)
+        if kind == "siglip":  # their value differs from rank to rank
+            truth = truth.detach().clone()
+            dist.all_reduce(truth)
+            truth /= world
+        torch.testing.assert_close(value.detach(), truth.detach(), rtol=1e-12, atol=0)
+        for grad, other in zip(averaged(torch.autograd.grad(value, leaves)), averaged(grads), strict=True):
+            torch.testing.assert_close(grad, other, rtol=1e-10, atol=1e-13)
+    if kind == "clip":
+        torch.testing.assert_close(losses[1](x, y, scale), losses[0](x, y, scale), rtol=1e-12, atol=0)
+    assert all(p.grad is None for p in losses[1].parameters()), "the scale of the model is used, not that of the loss"
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_its_training_loop_can_call_our_modules(ranks, kind):
+    ranks(calls_of_its_training_loop, kind, world_size=2)

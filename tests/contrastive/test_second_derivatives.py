@@ -63,7 +63,7 @@ def finite_differences(case_name, exchange):
     batch = {name: t[:, :2] if t.ndim == 2 else t for name, t in global_batch(3, scale=2.0).items()}
     mine = local_batch(batch, (2, 1), rank)
     shared = {"clip_loss": ["scale"], "sigmoid_loss": ["scale", "bias"]}.get(case.function, ["temperature"])
-    names = [name for name in (*case.inputs, *shared) if mine[name].is_floating_point() and name != "negatives"]
+    names = [name for name in (*case.inputs, *shared) if mine[name].is_floating_point()]
 
     def loss(*tensors):
         # one variable for all ranks: a finite difference on one rank must change it on all
@@ -93,3 +93,49 @@ def twice(exchange):
 def test_backward_twice_gives_the_same_bits(ranks):
     for exchange in ("gather", "ring"):
         ranks(twice, exchange, world_size=2)
+
+
+BATCHED = ["clip_everything", "clip_one_way", "sigmoid_weights", "ntxent", "supcon"]
+
+
+def batches_of_gradients():
+    """is_grads_batched, which jacobian(vectorize=True) uses, gives what one backward after the other gives."""
+    sizes = FEW[dist.get_world_size()]
+    for name in BATCHED:
+        case = CASES[name]
+        mine = differentiable(local_batch(global_batch(sum(sizes)), sizes, dist.get_rank()))
+        used = {"x", "temperature" if case.function in ("ntxent_loss", "supcon_loss") else "scale", *case.inputs}
+        leaves = [mine[key] for key in sorted(used) if mine[key].requires_grad]
+        loss = case(mine, getattr(contrastive, case.function))
+        seeds = torch.tensor([1.0, 0.0, -2.5], dtype=torch.float64)
+        found = torch.autograd.grad(loss, leaves, seeds, is_grads_batched=True, retain_graph=True)
+        single = torch.autograd.grad(loss, leaves)
+        for grad, one in zip(found, single, strict=True):
+            close(
+                grad, seeds.view(-1, *[1] * one.ndim) * one, 1e-12, name, size=float(one.abs().amax()) if one.numel() else 1.0
+            )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_batches_of_gradients(ranks, world_size):
+    ranks(batches_of_gradients, world_size=world_size)
+
+
+def test_jacobian_and_hessian_with_vectorize():
+    batch = global_batch(4)
+    for name in BATCHED:
+        case = CASES[name]
+
+        def loss(x, case=case):
+            return case(batch | {"x": x}, getattr(contrastive, case.function))
+
+        for derivative in (torch.autograd.functional.jacobian, torch.autograd.functional.hessian):
+            expected = derivative(loss, batch["x"])
+            torch.testing.assert_close(derivative(loss, batch["x"], vectorize=True), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_transforms_of_torch_func_are_refused():
+    x = global_batch(4)["x"]
+    for transform in (torch.func.grad, torch.func.vmap):
+        with pytest.raises(NotImplementedError, match=r"clip_loss: the transforms of torch\.func .* are not supported"):
+            transform(lambda x: contrastive.clip_loss(x, x, 10.0))(x if transform is torch.func.grad else x.unsqueeze(0))

@@ -302,6 +302,23 @@ def test_what_a_call_changes_in_buffers_is_written_back():
     torch.testing.assert_close(module.mean, x.mean(0))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_buffer_that_requires_a_gradient_gets_it(training, kind, request):
+    devices = devices_of(kind, request)
+    module = Tied().double().train(training)
+    module.scale.requires_grad_()
+    before, ids = module.scale.detach().clone(), torch.arange(10).view(5, 2)
+    wanted = [module.scale, module.embed.weight]
+    (expected, found) = (
+        torch.autograd.grad(m(ids)["logits"].square().sum(), wanted) for m in (module, ReplicaSet(module, devices))
+    )
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(module.scale, before) and module.scale.is_leaf
+    with torch.no_grad():
+        assert not ReplicaSet(module, devices)(ids)["logits"].requires_grad
+
+
 def test_hooks_of_others_see_every_replica_and_new_attributes_are_followed():
     class Recorder:
         def __init__(self) -> None:

@@ -1,14 +1,17 @@
 """Fused and unfused optimizers give, over several steps, what one process gives with the whole table and batch."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.embedding.reference import DIM, ROWS, layouts
 from tests.embedding.test_collection import make_pair
+from unisono.collectives import MismatchError
 from unisono.embedding import (
     SGD,
     Adagrad,
@@ -168,6 +171,164 @@ def frozen_table_stays() -> None:
 
 def test_frozen_table_is_not_changed(ranks):
     ranks(frozen_table_stays, world_size=2)
+
+
+# Features x and y look into table a, z into table b. For each step, the features that each rank has in its loss.
+LOSSES = ["xyz xyz xyz", "x x x", "x xz x", "xyz xyz xyz", "z z z", "y x z", "xz xyz y"]
+TWO_TABLES = [Table("a", ROWS, 3, features=["x", "y"]), Table("b", 7, 4, features=["z"], mode="mean")]
+
+
+ROWS_OF = {"x": ROWS, "y": ROWS, "z": 7}
+
+
+def draw_three_features(step: int, rank: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    return {name: torch.randint(rows, ((2 + rank + step) % 3, 2), generator=draw) for name, rows in ROWS_OF.items()}
+
+
+def loss_of(found: dict[str, torch.Tensor], names: str) -> torch.Tensor:
+    return sum((found[name].square().sum() for name in names), start=torch.zeros(()))
+
+
+def train_whole_by_features(weights: dict[str, nn.Parameter], step_one: Any, sparse: bool, losses: list[str]) -> None:
+    """One process: a feature is looked up for the whole batch if any rank has it in its loss."""
+    for step, names in enumerate(losses):
+        parts = [draw_three_features(step, rank) for rank in range(len(names.split()))]
+        loss = torch.zeros((), dtype=torch.float64)
+        for table in TWO_TABLES:
+            for name in table.features:
+                sizes = [len(part[name]) for part in parts]
+                if name in names:
+                    ids, weight = torch.cat([part[name] for part in parts]), weights[table.name]
+                    found = nn.functional.embedding_bag(ids, weight, mode=table.mode, sparse=sparse).split(sizes)
+                    loss = loss + sum(x.square().sum() for x, own in zip(found, names.split(), strict=True) if name in own)
+        loss.backward()
+        step_one()
+        for weight in weights.values():
+            weight.grad = None
+
+
+def train_by_features(collection: EmbeddingCollection, losses: list[str], step_one: Any = lambda: None) -> None:
+    rank = dist.get_rank()
+    for step, names in enumerate(losses):
+        loss_of(collection(draw_three_features(step, rank)), names.split()[rank]).backward()
+        step_one()
+        collection.zero_grad()
+
+
+def decaying_sgd(weights: dict[str, nn.Parameter]) -> None:
+    """SGD(lr=0.1, weight_decay=0.3) on the rows that were looked up."""
+    with torch.no_grad():
+        for weight in weights.values():
+            if weight.grad is not None:
+                rows = weight.grad.coalesce().indices()[0]
+                weight[rows] -= 0.1 * (weight.grad.to_dense()[rows] + 0.3 * weight[rows])
+
+
+def features_outside_the_loss(kind: str) -> None:
+    """Zeros were made for them, so momentum and weight decay moved their rows; and Adam counted a step."""
+    size = dist.get_world_size()
+    for number, layout in enumerate(layouts(size).values()):
+        torch.manual_seed(1)
+        options = {"optimizer": Adam(lr=0.1)} if kind == "Adam" else {}
+        options = {"optimizer": SGD(lr=0.1, weight_decay=0.3)} if kind == "decay" else options
+        collection = EmbeddingCollection(
+            TWO_TABLES,
+            plan={"a": layout, "b": ("row", "table")[number % 2]},
+            grad_reduce="sum",
+            dtype=torch.float64,
+            sparse=kind == "sparse",
+            **options,
+        )
+        weights = {table.name: nn.Parameter(collection.full_weight(table.name)) for table in TWO_TABLES}
+        if kind == "dense":
+            optimizer = torch.optim.Adam(weights.values(), lr=0.1)
+            train_by_features(collection, LOSSES, torch.optim.Adam(collection.parameters(), lr=0.1, foreach=False).step)
+        elif kind == "sparse":
+            optimizer = torch.optim.SparseAdam(weights.values(), lr=0.1)
+            train_by_features(collection, LOSSES, torch.optim.SparseAdam(collection.parameters(), lr=0.1).step)
+        else:
+            optimizer = torch.optim.SparseAdam(weights.values(), lr=0.1)
+            train_by_features(collection, LOSSES)
+        step_one = (lambda weights=weights: decaying_sgd(weights)) if kind == "decay" else optimizer.step
+        train_whole_by_features(weights, step_one, kind != "dense", LOSSES)
+        for name, weight in weights.items():
+            torch.testing.assert_close(collection.full_weight(name), weight.detach())
+
+
+@pytest.mark.parametrize("kind", ["Adam", "decay", "dense", "sparse"])
+def test_features_outside_the_loss_change_nothing(kind, ranks):
+    ranks(features_outside_the_loss, kind, world_size=3)
+
+
+def frozen_where_a_rank_holds_nothing() -> None:
+    """torch.cat([]) raised on the ranks without a shard of the group, and the others waited for them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    names = ["xyz " * size, "xyz " * size, "xyz " * size, "xyz " * size]
+    for plan in ("table", "row", "column", "replicated"):
+        for rule in (Adam(lr=0.1), RowwiseAdagrad(lr=0.1, weight_decay=0.1)):
+            torch.manual_seed(1)
+            collection = EmbeddingCollection(TWO_TABLES, plan=plan, optimizer=rule, grad_reduce="sum", dtype=torch.float64)
+            first = {name: collection.full_weight(name) for name in "ab"}
+            collection.weight("b").requires_grad_(False)
+            train_by_features(collection, names)
+            assert torch.equal(collection.full_weight("b"), first["b"])
+            collection.weight("a").requires_grad_(False)
+            found = collection(draw_three_features(0, rank))
+            assert not any(x.requires_grad for x in found.values())
+            collection.requires_grad_(True)  # freezing between forward and backward, as in torch
+            last = {name: collection.full_weight(name) for name in "ab"}
+            loss = loss_of(collection(draw_three_features(0, rank)), "xyz")
+            collection.requires_grad_(False)
+            loss.backward()
+            assert all(torch.equal(collection.full_weight(name), last[name]) for name in "ab")
+            collection.requires_grad_(True)
+            collection.weight("b").requires_grad_(rank > 0)
+            with pytest.raises(MismatchError, match=r"rank 0: .*frozen: b"):
+                collection(draw_three_features(0, rank))
+            collection.requires_grad_(True)
+            train_by_features(collection, names)
+            if isinstance(rule, Adam):  # b has made as many steps as it was trained, like SparseAdam
+                weights = {name: nn.Parameter(weight) for name, weight in first.items()}
+                optimizer = torch.optim.SparseAdam(weights.values(), lr=0.1)
+                train_whole_by_features(
+                    weights, lambda w=weights, o=optimizer: (setattr(w["b"], "grad", None), o.step()), True, names
+                )
+                train_whole_by_features(weights, optimizer.step, True, names)
+                for name, weight in weights.items():
+                    torch.testing.assert_close(collection.full_weight(name), weight.detach())
+
+
+def test_frozen_tables_where_a_rank_holds_nothing(ranks):
+    ranks(frozen_where_a_rank_holds_nothing, world_size=3)
+
+
+def learning_rates_differ() -> None:
+    """Each rank applied its own, silently."""
+    table = ShardedEmbedding(ROWS, DIM, optimizer=SGD(lr=0.1))
+    table.optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
+    with pytest.raises(MismatchError, match=r"rank 1: .*lr=1.1"):
+        table(torch.tensor([1]))
+    with torch.no_grad():
+        table(torch.tensor([1]))
+
+
+def test_different_learning_rates_on_ranks_are_rejected(ranks):
+    ranks(learning_rates_differ, world_size=2)
+
+
+def checkpoint_tools_leave_no_gradient() -> None:
+    """get_state_dict gives every parameter a gradient of zeros, and zero_grad of the fused optimizer left them there."""
+    collection = EmbeddingCollection(TWO_TABLES, plan="auto", optimizer=Adam(lr=0.1))
+    before = {name: collection.full_weight(name) for name in "ab"}
+    get_state_dict(collection, collection.optimizer)
+    assert all(parameter.grad is None for parameter in collection.parameters())
+    assert all(torch.equal(collection.full_weight(name), before[name]) for name in "ab")
+    assert collection.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_checkpoint_tools_leave_no_gradient(ranks):
+    ranks(checkpoint_tools_leave_no_gradient, world_size=2)
 
 
 def half_precision_state() -> None:

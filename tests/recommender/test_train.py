@@ -15,6 +15,7 @@ from unisono_models.recommender.commands.evaluate import evaluate_run
 from unisono_models.recommender.model.export import read_export
 from unisono_models.recommender.train import main
 from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.errors import UserError
 
 SHORT = ["--run.steps", "12", "--run.evaluate-every", "6", "--data.batch", "512", "--checkpoint.every", "0"]
 TOWERS = ["--data.source", "ml-100k", "--data.features", "user_id", "item_id", "class:ids", "--tables.lr", "0.02"]
@@ -131,9 +132,9 @@ def test_exported_model_is_evaluated_and_recommends(on_two, capsys):
     recommend.main([str(on_two), "--user", "13", "--top", "3"])
     shown = capsys.readouterr().out
     assert "User 13 liked" in shown and "might like" in shown and shown.count("0.") >= 3
-    with pytest.raises(SystemExit, match="--user nobody: there is no such user in the data"):
+    with pytest.raises(UserError, match="--user nobody: there is no such user in the data"):
         recommend.main([str(on_two), "--user", "nobody"])
-    with pytest.raises(SystemExit, match="no such directory"):
+    with pytest.raises(UserError, match="no such directory"):
         recommend.main([str(on_two / "absent")])
 
 

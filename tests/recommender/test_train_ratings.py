@@ -4,12 +4,14 @@ import io
 import json
 import re
 from contextlib import redirect_stderr
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.recommender.test_train import largest_difference, read_losses, read_summary
 from tests.training.skip_plots import skip_plots
+from unisono_models import recommender
 from unisono_models.recommender.commands import evaluate, recommend
 from unisono_models.recommender.early_stopping import EarlyStopping
 from unisono_models.recommender.train import main
@@ -80,6 +82,7 @@ def test_own_ratings_train_on_any_ranks_and_recommend(ranks, csv, tmp_path, caps
         recommend.main([str(tmp_path / "one"), "--user", "nobody"])
     report = (tmp_path / "two" / "report.html").read_text()
     assert "3 of 243 rows skipped" in report and "are used" in report and "published" not in report
+    assert not re.search(r"\d\.0000<", report)  # a count has no decimals
 
 
 def test_implicit_ratings_of_a_few_rows_train_two_towers(tmp_path):
@@ -129,7 +132,10 @@ def test_a_nan_is_no_improvement():
         (["--data.threshold", "5"], r"--data.threshold 5: no rating counts as liked: rating goes from 2 to 4\.5"),
         (["--evaluation.patience", "2", "--run.evaluate-every", "0"], "--evaluation.patience 2 counts evaluations"),
         (["--model.kind", "two_tower", "--data.threshold", "4"], "--data.threshold 4: two_tower has no use for it"),
-        (["--data.source", "rating.csv"], "--data.source: .*rating.csv.*files are missing"),
+        (
+            ["--data.source", "rating.csv"],
+            "--data.source rating.csv: there is no such file or folder. The datasets with a name are ml-1m, ml-100k",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -142,3 +148,27 @@ def test_click_models_need_ratings(tmp_path):
     (tmp_path / "r.csv").write_text("user,item\na,x\nb,y\n")
     with pytest.raises(ValueError, match=r"r.csv has no column of ratings.*two_tower --data.source"):
         train(tmp_path / "run", [], tmp_path / "r.csv")
+
+
+def test_the_lines_of_the_readme_work(csv, tmp_path, monkeypatch, capsys):
+    """As they are written, with fewer steps."""
+    monkeypatch.chdir(tmp_path)
+    text = (Path(recommender.__file__).parent / "README.md").read_text()
+    block = text.split("## Train on your own ratings")[1].split("These lines train")[1].split("\n- **Columns**")[0]
+    lines = [line.split() for line in block.splitlines() if line.startswith("    ")]
+    table = csv.read_text().replace("anna 3", "anna").splitlines()[:-3]
+    Path("ratings.csv").write_text("\n".join(table))
+    commands = {"recommend": recommend.main, "evaluate": evaluate.main}
+    ran = []
+    for line in lines:
+        if line[0] == "./scripts/train":
+            assert line[1] == "recommender"
+            with skip_plots():
+                main([*line[2:], "--run.steps", "6", "--run.evaluate-every", "2"])
+            ran.append("train")
+        else:
+            assert line[:3] == ["python", "-m", "unisono_models.recommender"]
+            commands[line[3]](line[4:])
+            ran.append(line[3])
+    assert ran == ["train", "train", "recommend", "evaluate"]
+    assert "User anna liked" in capsys.readouterr().out

@@ -1,12 +1,13 @@
 """`python -m PACKAGE COMMAND`."""
 
+import socket
 import sys
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from unisono_models.training.commands import run_command
-from unisono_models.training.distributed.torchrun import main as launch
+from unisono_models.training.distributed import torchrun
 from unisono_models.training.errors import DEBUG, UserError, note_run_directory
 
 COMMANDS = {
@@ -102,6 +103,7 @@ def test_only_rank_0_prints_a_mistake_of_all_ranks(capsys, tmp_path, no_debug, m
     [
         ([], "there is no model ''"),
         (["training"], "there is no model 'training'"),
+        (["cilp", "--nproc", "2"], "there is no model 'cilp'"),
         (["clip", "tiny", "--nproc", "two"], "--nproc needs a number of ranks, not two"),
         (["clip", "tiny", "--nproc"], "--nproc needs a number of ranks, not nothing"),
         (["clip", "tiny", "--nproc=3"], "--nproc 3: this machine has 2 devices, one for each rank. Give at most 2"),
@@ -110,4 +112,13 @@ def test_only_rank_0_prints_a_mistake_of_all_ranks(capsys, tmp_path, no_debug, m
 def test_launch_refuses_what_cannot_start(args, words, monkeypatch):
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
     with pytest.raises(UserError, match=words):
-        launch(args)
+        torchrun.main(args)
+
+
+def test_launch_finds_a_stranger_at_the_port_where_hosts_meet(monkeypatch):
+    monkeypatch.setattr(torchrun, "_ANSWER_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        endpoint = f"127.0.0.1:{stranger.getsockname()[1]}"
+        options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--nproc-per-node", "1"]
+        with pytest.raises(UserError, match=f"{endpoint}: another program uses this port. Give torchrun a free one"):
+            torchrun.main([*options, "clip", "tiny"])

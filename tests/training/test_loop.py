@@ -3,12 +3,14 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono.collectives import global_mean
 from unisono_models.training.checkpoint import manifest
+from unisono_models.training.checkpoint.manager import Checkpoints
 from unisono_models.training.config import CheckpointConfig, RunConfig
-from unisono_models.training.loop import TrainingLoop, explain_divergence, start_session
+from unisono_models.training.errors import UserError
+from unisono_models.training.loop import TrainingLoop, explain_divergence, explain_new_steps, start_session
 from unisono_models.training.randomness import normal
+from unisono_models.training.run.run_directory import read_config
 
 
 @dataclass(frozen=True)
@@ -43,24 +48,28 @@ def train(
     fingerprint=None,
     nan_at=None,
     vanish_at=None,
+    init_from=None,
+    width=3,
+    seed=0,
 ):
     """Train a line by DDP for 10 steps. Returns what the body of the loop saw in each step, and whether the run finished."""
     run = RunConfig(steps=steps, dir=directory, log_every=5, evaluate_every=evaluate_every, stop_after=stop_after, timeout=60)
+    run = replace(run, init_from=init_from, seed=seed)
     config = Config(run, CheckpointConfig(every=every, keep=9))
     events = []
     with start_session(config, model="line", recipe="tiny") as session:
         ranks = session.ranks
-        torch.manual_seed(0)
-        net = nn.Linear(3, 1)
+        torch.manual_seed(seed)
+        net = nn.Linear(width, 1)
         model = DistributedDataParallel(net) if dist.is_initialized() else net
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-        average = nn.Linear(3, 1)
+        average = nn.Linear(width, 1)
         with TrainingLoop(session, model, optimizer, extra={"average": average}) as loop:
             seen = loop.state.get("seen", 0)
             if fingerprint is not None:
                 session.directory.check_fingerprint("data", fingerprint)
             for step in loop:
-                x = normal(0, "x", step, torch.arange(7).tensor_split(ranks.world_size)[ranks.rank], (3,))
+                x = normal(0, "x", step, torch.arange(7).tensor_split(ranks.world_size)[ranks.rank], (width,))
                 loss = global_mean(model(x).square().mean(1))
                 loss.backward()
                 optimizer.step()
@@ -215,6 +224,126 @@ def test_a_run_whose_directory_vanishes_ends_with_an_error(ranks, tmp_path, opti
     said = ranks(partial(train_and_catch, **options), tmp_path / "run", world_size=2, timeout=120)
     assert all("UserError: --run.dir" in text and "have vanished while it ran" in text for text in said)
     assert not (tmp_path / "run/summary.json").exists()
+
+
+def provenance(directory):
+    return json.loads((Path(directory) / "provenance.json").read_text())["starts"]
+
+
+def trained(directory):
+    return [line for line in lines(directory) if line["kind"] == "train"]
+
+
+@pytest.mark.parametrize("stop_after", [None, 7])
+def test_an_extended_run_equals_one_that_was_longer_from_the_beginning(ranks, tmp_path, stop_after):
+    """Samples are a function of (seed, step), and the learning rate is constant here: the law is equality of all bits."""
+    ranks(partial(train, steps=14), tmp_path / "long", world_size=2, timeout=120)
+    ranks(partial(train, stop_after=stop_after), tmp_path / "run", world_size=2, timeout=120)
+    assert (tmp_path / "run/summary.json").exists() == (stop_after is None)
+    events, finished = ranks(partial(train, steps=14), tmp_path / "run", world_size=2, timeout=120)[0]
+    first = stop_after or 10
+    assert finished and [step for step, *_ in events] == list(range(first, 14))
+    assert trained(tmp_path / "run") == trained(tmp_path / "long") and summary(tmp_path / "run") == summary(tmp_path / "long")
+    assert read_config(tmp_path / "run") == read_config(tmp_path / "long")
+    starts = provenance(tmp_path / "run")
+    assert [start["first_step"] for start in starts] == [0, first]
+    assert starts[1]["changed_steps"] == {"from": 10, "to": 14} and "changed_steps" not in starts[0]
+
+
+def test_an_extension_says_what_happens_to_the_learning_rate():
+    config = SimpleNamespace(optimizer=SimpleNamespace(warmup=0.0, final=0.1))
+    text = explain_new_steps(100, 200, first_step=100, config=config)
+    assert "--run.steps is 200 now, not 100" in text and "rate was 10% of its peak in the last step, and is 55% in the" in text
+
+
+def test_a_run_cannot_have_fewer_steps_than_it_has_taken_nor_go_on_after_an_early_end(tmp_path, whole, capfd):
+    train(tmp_path / "stopped", stop_after=7)
+    with pytest.raises(UserError, match=r"has taken 7 steps: --run\.steps 6 is less than that"):
+        train(tmp_path / "stopped", steps=6)
+    assert train(tmp_path / "stopped", steps=8)[1] and len(trained(tmp_path / "stopped")) == 8, "it may be shortened"
+    capfd.readouterr()
+    with pytest.raises(UserError, match=r"has taken 10 steps: --run\.steps 9 is less than that"):
+        train(whole[0], steps=9)
+    with pytest.raises(UserError, match=r"holds a finished run: .* A larger --run\.steps extends it"):
+        train(whole[0])
+    train(tmp_path / "early", early_at=4)
+    with pytest.raises(UserError, match=r"ended early after step 4 of 10: .* --run\.init-from .*early"):
+        train(tmp_path / "early", steps=20)
+
+
+def test_an_extension_that_is_refused_leaves_the_run_finished(tmp_path):
+    train(tmp_path / "run", fingerprint="a")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.json") if path.name != "provenance.json"}
+    assert "UserError" in train_and_catch(tmp_path / "run", steps=14, fingerprint="b")
+    assert {path: path.read_bytes() for path in before} == before and len(before) == 2
+
+
+def test_a_run_starts_from_the_weights_of_another_and_goes_on_from_its_own(ranks, whole, tmp_path):
+    source = whole[0]
+    start = partial(train, init_from=source, seed=5, stop_after=5)
+    ranks(start, tmp_path / "run", world_size=2, timeout=120)
+    ranks(partial(start, stop_after=None), tmp_path / "whole", world_size=1, timeout=120)
+    assert trained(tmp_path / "run")[0]["loss"] < 0.8 * trained(source)[0]["loss"], "not the weights of its own seed"
+    record = provenance(tmp_path / "run")[0]["init_from"]
+    assert (
+        record["checkpoint"] == str(source / "checkpoints/step-00000010")
+        and record["step"] == 10
+        and len(record["sha256"]) == 64
+    )
+    moved = tmp_path / "moved"
+    shutil.copytree(source, moved)
+    ranks(partial(train, init_from=moved / "checkpoints/step-00000010", seed=5), tmp_path / "copy", world_size=3, timeout=120)
+    shutil.rmtree(moved)
+    assert read_config(tmp_path / "copy")["config"]["run"]["init_from"] == str(moved / "checkpoints/step-00000010")
+    for path in ("whole", "copy"):  # rounding differs with the number of ranks
+        losses = zip(trained(tmp_path / "run"), trained(tmp_path / path), strict=False)
+        assert all(math.isclose(a["loss"], b["loss"], rel_tol=1e-5) for a, b in losses)
+    assert math.isclose(summary(tmp_path / "whole")["average"], summary(tmp_path / "copy")["average"], rel_tol=1e-4)
+
+
+def test_a_run_that_is_continued_does_not_need_the_weights_that_it_started_from(tmp_path):
+    train(tmp_path / "source")
+    train(tmp_path / "run", init_from=tmp_path / "source", stop_after=5)
+    shutil.rmtree(tmp_path / "source")
+    assert train(tmp_path / "run", init_from=tmp_path / "source")[1] and "init_from" not in provenance(tmp_path / "run")[1]
+
+
+def weights_before_the_loop(directory, source):
+    config, net = Config(RunConfig(steps=10, dir=directory, init_from=source)), nn.Linear(3, 1)
+    with start_session(config, model="line", recipe="tiny") as session:
+        session.load_initial_weights(net)
+        with TrainingLoop(session, model := nn.Linear(3, 1), torch.optim.AdamW(model.parameters(), lr=0.1)) as loop:
+            for _ in loop:
+                loop.log({}, samples=1)
+                net.weight.data += 1
+                model.weight.data.copy_(net.weight)
+                loop.save({})
+                break
+        return net.weight.detach().clone() - 1
+
+
+def test_weights_can_be_loaded_before_the_loop_begins(whole, tmp_path):
+    """A frozen tower is evaluated before the loop: with the weights that it starts from, or with the run's own ones."""
+    source = nn.Linear(3, 1)
+    with Checkpoints(whole[0] / "checkpoints") as checkpoints:
+        checkpoints.load_weights(whole[0], source)
+    first = weights_before_the_loop(tmp_path / "run", whole[0])
+    assert torch.equal(first, source.weight + 1 - 1)
+    assert torch.equal(weights_before_the_loop(tmp_path / "run", whole[0]), first + 1 + 1 - 1)
+
+
+def test_weights_that_do_not_fit_or_are_not_there_are_refused(ranks, whole, tmp_path):
+    start = partial(train_and_catch, init_from=whole[0], width=4)
+    said = ranks(start, tmp_path / "run", world_size=2, timeout=120)
+    words = (
+        "the checkpoint does not fit: extra/average/weight is float32[1, 3] in the checkpoint, float32[1, 4] here; model/weight"
+    )
+    assert all(text.startswith(f"UserError: --run.init-from {whole[0]}: {words}") for text in said)
+    for path, words in (
+        (tmp_path, "not the directory of a run"),
+        (tmp_path / "step-00000003", "no checkpoint that can be loaded"),
+    ):
+        assert f"UserError: --run.init-from {path}: it is {words}" in train_and_catch(tmp_path / "new", init_from=path)
 
 
 def test_a_body_that_forgets_to_save_is_told(tmp_path):

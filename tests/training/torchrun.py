@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("fault_script.py")
+LAUNCH = "import sys; from unisono_models.training.distributed.torchrun import launch; sys.exit(launch(sys.argv[1:]))"
 PATIENCE = 240.0  # seconds for anything: only a test that fails waits that long, and machines are slow at times
 
 
@@ -70,13 +71,12 @@ class Launch:
 
 
 def torchrun(directory: Path, *arguments: str, options: list[str], **settings) -> Launch:
-    """`torchrun OPTIONS fault_script.py --dir DIRECTORY ARGUMENTS`"""
-    prefix = settings.pop("prefix", [])
+    """`torchrun OPTIONS fault_script.py --dir DIRECTORY ARGUMENTS`, or by the `program` that is given in its place."""
+    prefix, program = settings.pop("prefix", []), settings.pop("program", ["-m", "torch.distributed.run"])
     command = [
         *prefix,
         sys.executable,
-        "-m",
-        "torch.distributed.run",
+        *program,
         *options,
         str(SCRIPT),
         "--dir",

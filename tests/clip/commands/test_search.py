@@ -4,6 +4,7 @@ import pytest
 from PIL import Image
 
 from unisono_models.clip.commands.search import main, slug
+from unisono_models.training.errors import UserError
 
 
 def test_command_searches_an_exported_model_of_emoji(finished_run, few_emoji, tmp_path, monkeypatch, capsys):
@@ -42,7 +43,7 @@ def test_command_searches_by_image(finished_run, tmp_path, capsys):
 )
 def test_command_rejects(finished_run, args, message, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path / "data")
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(UserError, match=message):
         main([str(finished_run), *args])
 
 

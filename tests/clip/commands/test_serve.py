@@ -22,6 +22,7 @@ from tests.clip.small_clip import small_config, small_tokenizer
 from unisono_models.clip.commands import serve
 from unisono_models.clip.commands.serve import SearchServer
 from unisono_models.clip.model import Clip
+from unisono_models.training.errors import UserError
 
 
 @pytest.fixture
@@ -77,7 +78,17 @@ def test_page_allows_its_own_script_and_style_and_nothing_else(server):
 
 def test_about(server):
     about = json.loads(ask(server, "/about")[2])
-    assert about == {"images": 12, "things": 7, "vendors": ["plain", "bold"], "emoji": True, "credits": ["Nobody (CC0-1.0)"]}
+    samples = about.pop("samples")
+    assert about == {
+        "images": 12,
+        "things": 7,
+        "vendors": ["plain", "bold"],
+        "emoji": True,
+        "credits": ["Nobody (CC0-1.0)"],
+        "examples": ["a cat in love", "orange"],
+    }
+    assert [sample["label"] for sample in samples[:2]] == ["red heart", "orange heart"]
+    assert all(ask(server, sample["url"])[0] == 200 for sample in samples)
 
 
 def test_search_by_words(server):
@@ -213,9 +224,9 @@ def test_a_taken_port(monkeypatch):
             assert second.server_port not in (0, first.server_port)
         with pytest.raises(OSError, match=f"--port {first.server_port}: Address already in use"):
             serve._start(gallery, first.server_port)
-    with pytest.raises(SystemExit, match="--port 70000 must be between 0 and 65535"):
+    with pytest.raises(UserError, match="--port 70000 must be between 0 and 65535"):
         serve.main(["somewhere", "--port", "70000"])
-    with pytest.raises(SystemExit, match="somewhere: no such directory"):
+    with pytest.raises(UserError, match="somewhere: no such directory"):
         serve.main(["somewhere"])
 
 

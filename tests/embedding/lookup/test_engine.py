@@ -7,6 +7,7 @@ import torch.distributed as dist
 from tests.embedding.reference import ROWS
 from tests.embedding.test_collection import make_pair
 from unisono.embedding import EmbeddingCollection, Ragged, Table
+from unisono.embedding.ragged import as_ragged
 
 
 def prefetch_is_taken_by_all_ranks_or_none() -> None:
@@ -15,7 +16,7 @@ def prefetch_is_taken_by_all_ranks_or_none() -> None:
     batch = {"a": torch.tensor([1, 9]), "b": torch.tensor([0, 4])}
     other = {"a": torch.tensor([2]), "b": torch.tensor([3])}
     collection.prefetch(batch)
-    assert collection._prefetcher.take(dict(batch)) is not None  # the same tensors in another dict
+    assert collection._prefetcher.take(dict(batch), collection._read(batch)[0]) is not None  # the same tensors in another dict
     collection.prefetch(batch)
     out = collection(batch if dist.get_rank() else other)  # this hung
     assert len(out["a"]) == (2 if dist.get_rank() else 1)
@@ -42,6 +43,33 @@ def a_bad_prefetched_batch_raises_when_it_is_used() -> None:
     for begun in (batch, good):  # one that nobody looks up in the end has no say
         collection.prefetch(begun)
         assert collection(good)["user"].shape == (2, 2)
+
+
+def ids_changed_after_prefetch_are_looked_up() -> None:
+    """The rows of the old ids were returned."""
+    rank = dist.get_rank()
+    collection = make_pair("row")
+    for changed in ("values", "offsets", "weights"):
+        ragged = Ragged(torch.tensor([1, 9, 4]), torch.tensor([0, 2, 3]), torch.ones(3))
+        batch = {"a": ragged, "b": torch.tensor([[0, 4], [1, 1]])}
+        collection.prefetch(batch)
+        if rank == 1:  # on one rank only: all drop what they started
+            getattr(ragged, changed)[1] = 1
+            batch["b"].fill_(2)
+        found = collection(batch)
+        expected = collection(
+            {name: Ragged(*(x.clone() for x in as_ragged(bags) if x is not None)) for name, bags in batch.items()}
+        )
+        assert all(torch.equal(found[name], expected[name]) for name in "ab")
+    with torch.inference_mode():
+        batch = {"a": torch.tensor([1, 9]), "b": torch.tensor([0, 4])}
+    with torch.no_grad():
+        collection.prefetch(batch)
+        assert len(collection(batch)["a"]) == 2
+
+
+def test_ids_changed_after_prefetch_are_looked_up(ranks):
+    ranks(ids_changed_after_prefetch_are_looked_up, world_size=2)
 
 
 def test_prefetch_is_taken_by_all_ranks_or_none(ranks):

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.embedding.reference import DIM, ROWS
 from tests.embedding.test_collection import make_pair
-from unisono.embedding import RowwiseAdagrad, ShardedEmbedding
+from unisono.embedding import EmbeddingCollection, RowwiseAdagrad, ShardedEmbedding, Table
 
 
 def a_copy_looks_up_in_its_own_parameter() -> None:
@@ -27,6 +27,10 @@ def a_copy_looks_up_in_its_own_parameter() -> None:
             sum(x.sum() for x in made(batch).values()).backward()
             assert torch.equal(first.tables["a"].full_weight(), before)
             assert first.optimizer is None or first.optimizer is not made.optimizer
+    tables = EmbeddingCollection([Table("a", ROWS, DIM), Table("b", 7, DIM)], plan="row", optimizer=RowwiseAdagrad(lr=0.1))
+    made = copy.deepcopy(tables)  # torch cannot copy the second table's DTensor, which lies behind the first in one memory
+    assert all(torch.equal(made.full_weight(name), tables.full_weight(name)) for name in "ab")
+    assert made.optimizer.param_groups[0]["params"][1] is made.weight("b")
     single = copy.deepcopy(ShardedEmbedding(ROWS, DIM, plan="table"))
     nn.init.constant_(single.weight, 7.0)
     assert bool((single(torch.tensor([10])) == 7).all())

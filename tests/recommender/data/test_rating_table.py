@@ -153,7 +153,11 @@ def test_help_lists_the_usual_names(capsys):
         ("user,user\n", {}, "two columns are called 'user'"),
         ("", {}, "r.csv: the file is empty"),
         ("user,item,rating\n", {}, "none of its 0 rows can be used"),
-        ("user,item,rating\na,b,good\n", {}, "none of its 1 rows can be used. rating is not a number: 'good'"),
+        (
+            "user,item,rating\na,b,good\n",
+            {},
+            "none of its 1 rows can be used. rating is not a number in 1 of them, such as 'good'",
+        ),
         ("user,item,rating\na,b,5\n", {"keep": "[7,9]"}, r"--data.keep '\[7,9\]': no interaction of .* is left"),
         ("user,item\na,b\n", {"split": "time"}, "--data.split time: there is no column of times"),
         ("user,item\na,b\n", {"features": ("user", "age")}, "--data.features: there is no column 'age' in r.csv: user, item"),
@@ -170,7 +174,10 @@ def test_unknown_sources_are_told_what_is_understood(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ratings.xlsx").write_text("")
     for source in ("ratings.xlsx", "rating.csv", "ml-10m"):
-        with pytest.raises(UserError, match=r"--data.source.*(Understood are: ratings in .csv|datasets with a name are ml-1m)"):
+        with pytest.raises(
+            UserError,
+            match=r"--data.source.*(Understood are: ratings in|no such file or folder. The datasets with a name are ml-1m)",
+        ):
             build_datasets(DataConfig(source), seed=0, ranks=ALONE)
 
 

@@ -228,7 +228,17 @@ def test_recipes_survive_their_config_file(tmp_path):
         assert RECIPES.choose(["--config", str(tmp_path)]) == (name, RECIPES[name])
 
 
-@pytest.mark.parametrize("args", [["smal_one"], ["small_one", "--net.widht", "9"], ["--help"], ["small_one", "--help"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["smal_one"],
+        ["small_one", "--net.widht", "9"],
+        ["--help"],
+        ["small_one", "--help"],
+        ["--run.steps", "0"],
+        ["--lr", "-1"],
+    ],
+)
 def test_only_rank_0_prints(capsys, monkeypatch, args):
     monkeypatch.setattr(recipes_module, "_RANK_0_FIRST", 0.0)
     monkeypatch.setenv("RANK", "1")

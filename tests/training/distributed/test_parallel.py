@@ -191,6 +191,21 @@ def test_hybrid_rejects_numbers_that_do_not_divide_on_all_ranks(ranks, shard, lo
     assert ranks(with_hybrid, shard, local_sizes, world_size=3) == [message] * 3
 
 
+def from_different_weights(config):
+    with start_ranks() as ranks:
+        model = Stack()
+        nn.init.constant_(model.head.weight, ranks.rank)
+        model = parallelize(model, config, ranks)
+        weight = next(parameter for name, parameter in model.named_parameters() if name.endswith("head.weight"))
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return weight.tolist()
+
+
+@pytest.mark.parametrize("config", [ParallelConfig(), ParallelConfig(kind="fsdp"), ParallelConfig(kind="hybrid", shard=1)])
+def test_all_ranks_start_from_the_weights_of_rank_0(ranks, config):
+    assert ranks(from_different_weights, config, world_size=2) == [[[0.0] * 16] * 2] * 2
+
+
 # Precision
 
 

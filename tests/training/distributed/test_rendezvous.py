@@ -64,6 +64,16 @@ def test_a_port_that_another_program_uses_is_named_at_once():
             rendezvous.open_store(env, timeout=60)
 
 
+def test_a_program_that_is_no_store_does_not_hold_a_rank_for_ever(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_STORE_GRACE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        env = LaunchEnv(1, 2, 1, 2, *stranger.getsockname(), "env")
+        with pytest.raises(
+            UserError, match=r"there is no store of torch.distributed at .* Check that MASTER_ADDR and MASTER_PORT"
+        ):
+            rendezvous.open_store(env, timeout=0.5)
+
+
 def test_a_store_that_never_comes_is_named(monkeypatch, capsys):
     monkeypatch.setattr(rendezvous, "_NOTE_AFTER", 0.1)
     env = LaunchEnv(1, 2, 1, 2, "127.0.0.1", free_port(), "env")

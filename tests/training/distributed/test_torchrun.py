@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 import unisono_models.training
-from tests.training.torchrun import free_port
+from tests.training.torchrun import LAUNCH, free_port
 from unisono_models.training.run.run_directory import read_provenance
 
 README = Path(unisono_models.training.__file__).with_name("README.md")
-LAUNCH = "import sys; from unisono_models.training.distributed.torchrun import launch; sys.exit(launch(sys.argv[1:]))"
 RANKS = ["--standalone", "--nproc-per-node", "2"]
 STEP = "                loss.backward()\n"
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.torchrun import Launch, free_port, losses, torchrun
+from tests.training.torchrun import LAUNCH, Launch, free_port, losses, torchrun
 
 STEPS = 12
+TORCHRUN = ("-m", "torch.distributed.run")
 _numbers = itertools.count()
 
 
@@ -51,7 +52,7 @@ class TwoHosts:
             subprocess.run(["ip", "netns", "delete", f"{self.name}-{host}"], capture_output=True, timeout=30)
 
     @contextmanager
-    def train(self, directory: Path, *arguments: str) -> Iterator[list[Launch]]:
+    def train(self, directory: Path, *arguments: str, program: tuple[str, str] = TORCHRUN) -> Iterator[list[Launch]]:
         """torchrun on each host, one rank each. Host 0 holds torchrun's store."""
         endpoint, launches = f"--rdzv-endpoint=10.77.0.1:{free_port()}", []
         with ExitStack() as stack:
@@ -67,6 +68,7 @@ class TwoHosts:
                     name=f"host-{host}",
                     env={"GLOO_SOCKET_IFNAME": f"{self.name}-{host}"},
                     prefix=["ip", "netns", "exec", f"{self.name}-{host}"],
+                    program=program,
                 )
                 launches.append(stack.enter_context(launch))
             yield launches
@@ -103,12 +105,14 @@ def with_slow_link(directory: Path) -> list[str]:
 def with_cut_link(directory: Path) -> list[str]:
     hosts = TwoHosts()
     try:
-        with hosts.train(directory, "--steps=1000", "--pace=0.1", "--timeout=8", "--patience=100") as launches:
+        options = ("--steps=1000", "--pace=0.1", "--timeout=8", "--patience=100")
+        with hosts.train(directory, *options, program=("-c", LAUNCH)) as launches:
             launches[0].wait_for_step(STEPS - 1)
             hosts.cut()
             for launch in launches:
                 launch.wait_for("Timed out waiting 8000ms")  # what gloo says at its timeout
                 launch.wait_until(partial(names_who_is_missing, launch), "who is missing")
+            assert [launch.end() for launch in launches] == [1, 1]  # torchrun itself would wait for its store for minutes
             return [launch.output for launch in launches]
     finally:
         hosts.remove()

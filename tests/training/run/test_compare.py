@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from unisono_models.training.errors import UserError
 from unisono_models.training.run.compare import compare_runs, main, relative_difference, tabulate_runs
 
 START = {
@@ -119,19 +120,20 @@ def test_losses_that_are_not_finite_on_one_side_only_differ():
 
 @pytest.fixture
 def runs(tmp_path):
-    def make(name, recipe, seed, summary, width=8):
+    def make(name, recipe, seed, summary, model="clip", steps=(), **config):
         folder = tmp_path / name
         folder.mkdir()
-        config = {"run": {"seed": seed}, "width": width}
-        (folder / "config.json").write_text(json.dumps({"model": "clip", "recipe": recipe, "config": config}))
-        if summary:
+        config = {"run": {"seed": seed, "steps": 100}, "width": 8} | config
+        (folder / "config.json").write_text(json.dumps({"model": model, "recipe": recipe, "config": config}))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+        if summary is not None:
             (folder / "summary.json").write_text(json.dumps(summary))
         return folder
 
     return make
 
 
-def test_seeds_are_one_column_and_recipes_several(runs):
+def test_seeds_are_one_column_and_configs_several(runs):
     paths = [
         runs("a", "emoji", 0, {"vendor/recall@1": 0.4, "vendor/rows": 10.0}),
         runs("b", "emoji", 1, {"vendor/recall@1": 0.5, "vendor/rows": 10.0}),
@@ -139,13 +141,56 @@ def test_seeds_are_one_column_and_recipes_several(runs):
         runs("d", "emoji", 0, {"vendor/recall@1": 0.9}, width=9),
     ]
     assert tabulate_runs(paths, ["*recall*"]).splitlines() == [
-        "| metric | clip emoji, 2 seeds | clip other | clip emoji |",
+        "| metric | clip emoji, width=8, 2 seeds | clip other | clip emoji, width=9 |",
         "|---|---|---|---|",
         "| vendor/recall@1 | 0.450 ± 0.050 | 0.100 | 0.900 |",
     ]
     assert "| 0.45000 ± 0.05000 |" in tabulate_runs(paths, ["*recall*"], digits=5)
+    with pytest.raises(UserError, match=r"--metrics \*auc: no metric has such a name\. There are vendor/recall@1, vendor/rows"):
+        tabulate_runs(paths, ["*auc"])
 
 
-def test_unfinished_run_is_named(runs):
-    with pytest.raises(SystemExit, match="b: not a finished run"):
-        main([str(runs("b", "emoji", 0, None))])
+def test_rows_are_those_of_all_runs_of_any_model(runs):
+    paths = [
+        runs("a", "emoji", 0, {"recall": 0.4}),
+        runs("b", "deepfm", 0, {"auc": 0.9, "ended_early": "after step 4"}, "recommender"),
+    ]
+    assert tabulate_runs(paths).splitlines() == [
+        "| metric | clip emoji | recommender deepfm |",
+        "|---|---|---|",
+        "| recall | 0.400 |  |",
+        "| auc |  | 0.900 |",
+        "",
+        f"- {paths[1]}: ended early after step 4",
+    ]
+
+
+def test_a_run_that_repeats_another_is_not_a_seed(runs):
+    paths = [runs(name, "emoji", 0, {"recall": value}) for name, value in (("a", 0.4), ("b", 0.4), ("c", 0.5))]
+    table = tabulate_runs(paths)
+    assert "| metric | clip emoji |" in table and "| recall | 0.400 |" in table
+    assert f"- {paths[1]}: repeats {paths[0]}, with the same metrics; it is not counted again" in table
+    assert f"- {paths[2]}: repeats {paths[0]}, with other metrics" in table
+
+
+def test_unfinished_and_unreadable_runs_are_marked(runs, tmp_path, capsys):
+    steps = [{"kind": "train", "step": step, "loss": 1.0} for step in range(30)]
+    steps += [{"kind": "evaluation", "step": 9, "recall": 0.1}, {"kind": "evaluation", "step": 19, "recall": 0.2}]
+    paths = [runs("a", "emoji", 0, {"recall": 0.4}), runs("b", "emoji", 0, None, steps=steps), runs("c", "emoji", 0, None)]
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/config.json").write_text("{")
+    main([*map(str, paths), str(tmp_path / "broken"), str(tmp_path / "nothing")])
+    said = capsys.readouterr().out
+    assert "| clip emoji | clip emoji, unfinished: 30 of 100 steps | clip emoji, unfinished: 0 of 100 steps |" in said
+    assert "| recall | 0.400 | 0.200 |  |" in said
+    assert (
+        f"- {tmp_path}/broken: cannot be read as a run: " in said and f"- {tmp_path}/nothing: cannot be read as a run: " in said
+    )
+    with pytest.raises(UserError, match="there is no run to compare"):
+        main([str(tmp_path / "broken")])
+
+
+def test_columns_that_no_field_tells_apart_are_named_by_their_paths(runs):
+    paths = [runs(name, "emoji", seed, None) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    titles = tabulate_runs(paths).splitlines()[0].split(" | ")[1:]
+    assert len(set(titles)) == 3 and str(paths[0]) in titles[0] and "run.seed=1" in titles[2]

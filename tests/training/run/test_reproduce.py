@@ -11,9 +11,10 @@ import pytest
 
 from tests.training.run.test_compare import make_run
 from unisono_models.training.config import ParallelConfig, RunConfig
+from unisono_models.training.errors import UserError
 from unisono_models.training.run import reproduce as reproduction
 from unisono_models.training.run.log import RunLog, read_metrics
-from unisono_models.training.run.reproduce import main, reproduce
+from unisono_models.training.run.reproduce import _stages, _working_directory, main, reproduce
 from unisono_models.training.run.run_directory import open_run, read_config, read_provenance
 
 
@@ -27,17 +28,18 @@ def test_models_that_are_not_ours_are_rejected_before_anything_runs(tmp_path, mo
         reproduce(path)
 
 
-def test_rejects_what_is_no_run_and_directories_that_are_not_fresh(tmp_path, capsys):
+def test_rejects_what_is_no_run_and_directories_that_are_not_fresh(tmp_path):
     with pytest.raises(ValueError, match="is not a run directory"):
         reproduce(tmp_path)
-    assert main([str(tmp_path)]) == 1 and "is not a run directory" in capsys.readouterr().err
+    with pytest.raises(UserError, match="is not a run directory"):
+        main([str(tmp_path)])
     path = make_run(tmp_path / "a", [])
     with pytest.raises(ValueError, match="has taken no step"):
         reproduce(path)
     path = make_run(tmp_path / "b", [1.0])
-    with pytest.raises(ValueError, match="steps=2 must be at least 1 and at most 1"):
+    with pytest.raises(ValueError, match="--steps 2: must be at least 1 and at most 1"):
         reproduce(path, steps=2)
-    with pytest.raises(FileExistsError, match="is not empty"):
+    with pytest.raises(UserError, match=r"--dir .* is not empty"):
         reproduce(path, dir=path)
 
 
@@ -51,6 +53,7 @@ class ToyConfig:
 
 
 def train_toy(config, ranks):
+    assert Path("numbers.txt").exists(), "data whose path is relative to where the run was started"
     run = open_run(config, model="toy", recipe="tiny", ranks=ranks)
     with RunLog(run, ranks, steps=config.run.steps) as log:
         for step in range(config.run.stop_after or config.run.steps):
@@ -87,6 +90,9 @@ def toy(tmp_path, monkeypatch):
     (folder / "train.py").touch()
     (folder / "__main__.py").write_text(TRAIN)
     monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/numbers.txt").touch()
+    monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv(
         "PYTHONPATH", ":".join([str(tmp_path), str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
     )
@@ -97,8 +103,9 @@ def toy(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_run_again_alone_is_bitwise_equal(toy, monkeypatch, capfd):
+def test_run_again_alone_and_from_another_directory_is_bitwise_equal(toy, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.chdir(tmp_path)
     verdict = reproduce(toy, _package="toys")
     assert verdict.good and "Reproduced: bitwise equal." in verdict.text and "environments" not in verdict.text, verdict.text
     out = toy.with_name("run-reproduced")
@@ -109,5 +116,22 @@ def test_run_again_alone_is_bitwise_equal(toy, monkeypatch, capfd):
 def test_run_again_on_two_ranks_for_some_steps_is_within_rounding(toy, tmp_path):
     verdict = reproduce(toy, nproc=2, steps=3, dir=tmp_path / "again", _package="toys")
     assert verdict.good and "world_size 1 and 2" in verdict.text and "within 1e-06" in verdict.text, verdict.text
+    assert f"{tmp_path}/again is left as it is: unfinished, after 3 steps" in verdict.text
     assert sum(line["kind"] == "train" for line in read_metrics(tmp_path / "again")) == 3
     assert read_provenance(tmp_path / "again")["starts"][0]["torchrun"] is True
+
+
+def test_a_run_that_was_extended_is_repeated_in_its_stages():
+    starts = [{"first_step": 0}, {"first_step": 7, "changed_steps": {"from": 10, "to": 20}}, {"first_step": 9}]
+    starts += [{"first_step": 20, "changed_steps": {"from": 20, "to": 30}}, {"time": "a start that was refused"}]
+    first, second = ["--run.steps", "10", "--run.stop-after", "7"], ["--run.steps", "20", "--run.stop-after", "20"]
+    assert _stages(starts, None) == [first, second, []]
+    assert _stages(starts, 25) == [first, second, ["--run.stop-after", "25"]]
+    assert _stages(starts, 7) == [first] and _stages(starts, 8) == [first, ["--run.steps", "20", "--run.stop-after", "8"]]
+    assert _stages([], None) == [[]] and _stages([{}], 3) == [["--run.stop-after", "3"]]
+
+
+def test_a_working_directory_that_is_gone_is_said(tmp_path, capsys):
+    assert _working_directory({"directory": str(tmp_path)}) == str(tmp_path) and not capsys.readouterr().out
+    assert _working_directory({"directory": "/no/such/place"}) is None
+    assert "/no/such/place, where the run was started, does not exist here" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
+from unisono_models.training.checkpoint.manifest import Manifest, write_manifest
 from unisono_models.training.config import CheckpointConfig, RunConfig
 from unisono_models.training.config.serialization import config_from_json, config_to_json
 from unisono_models.training.errors import UserError
@@ -83,6 +84,7 @@ def test_interrupted_run_goes_on_and_a_finished_one_is_left_alone():
     second = opened()
     assert second.path.name == "clip-emoji-2" and not second.resumes
     assert opened().path == second.path and opened().resumes
+    (second.path / "tokenizer.json").touch()
     other = opened(replace(CONFIG, rate=2e-3))
     assert other.path.name == "clip-emoji-3" and not other.resumes
     assert opened(recipe="tiny").path.name == "clip-tiny"
@@ -98,8 +100,8 @@ def test_given_directory_goes_on(tmp_path):
 
 
 def test_given_directory_with_another_config_is_rejected_and_the_fields_named():
-    opened(with_run(dir=Path("here")))
-    with pytest.raises(UserError, match=r"--run\.dir here .* rate \(0\.001 there, 0\.003 here\)") as caught:
+    (opened(with_run(dir=Path("here"))).path / "tokenizer.json").touch()
+    with pytest.raises(UserError, match=r"--run\.dir here .* --rate \(0\.001 there, 0\.003 here\)") as caught:
         opened(replace(with_run(dir=Path("here"), seed=7), rate=0.003))
     assert "run.seed (0 there, 7 here)" in str(caught.value) and "run.dir (" not in str(caught.value)
     with pytest.raises(UserError, match="holds a run of clip emoji, this is clip tiny"):
@@ -126,6 +128,60 @@ def test_a_file_where_the_run_needs_a_folder_is_named(tmp_path, name):
     (path / name).write_text("")
     with pytest.raises(UserError, match=rf"--run\.dir .*/{name} is a file, and the run needs a folder there: remove it"):
         opened()
+
+
+def test_a_longer_run_without_a_directory_is_a_new_run_and_a_hint(tmp_path):
+    first = opened()
+    (first.checkpoints / "step-00000010").mkdir()
+    write_manifest(first.checkpoints / "step-00000010", Manifest(10, 1, None, {}))
+    first.finish({})
+    longer = opened(with_run(steps=20))
+    assert longer.path.name == "clip-emoji-2" and longer.changed_steps is None
+    assert longer.hint == (
+        "runs/clip-emoji has the same run with another number of steps: to extend it, add --run.dir runs/clip-emoji"
+    )
+    assert opened(with_run(steps=20)).resumes
+    extended = opened(with_run(steps=20, dir=first.path))
+    assert extended.resumes and extended.changed_steps == (10, 20) and not extended.hint
+    assert (first.path / "summary.json").exists() and read_config(first.path)["config"]["run"]["steps"] == 10
+    extended.record_start(first_step=10)
+    assert not (first.path / "summary.json").exists() and read_config(first.path)["config"]["run"]["steps"] == 20
+
+
+def test_a_finished_run_without_checkpoints_cannot_be_extended():
+    opened(with_run(dir=Path("here"))).finish({})
+    with pytest.raises(UserError, match="finished run without a checkpoint, which cannot be extended"):
+        opened(with_run(dir=Path("here"), steps=20))
+
+
+def test_a_run_of_an_older_version_that_lacks_a_field_goes_on(tmp_path):
+    path = opened().path
+    saved = read_config(path)
+    del saved["config"]["run"]["init_from"], saved["config"]["width"]
+    (path / "config.json").write_text(json.dumps(saved))
+    assert opened().resumes and opened().path == path
+    (path / "tokenizer.json").touch()
+    assert opened(replace(CONFIG, width=3)).path != path
+
+
+@pytest.mark.parametrize("directory", [None, Path("here")])
+def test_a_start_that_left_nothing_does_not_stand_in_the_way_of_another_config(directory):
+    """The first start had a mistake, such as a wrong file: the next one has another config and the same --run.dir."""
+    path = opened(with_run(dir=directory, seed=1)).path
+    (path / "errors.log").touch()
+    again = opened(with_run(dir=directory, seed=2))
+    assert again.path == path and not again.resumes
+    assert read_config(path)["config"]["run"]["seed"] == 2 and len(read_provenance(path)["starts"]) == 1
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints/step-00000003"])
+def test_a_run_that_starts_from_weights_takes_their_tokenizer(tmp_path, below):
+    source = opened(with_run(dir=Path("source"))).path
+    (source / "tokenizer.json").write_text("{}")
+    path = opened(with_run(init_from=Path("source") / below)).path
+    assert (path / "tokenizer.json").read_text() == "{}"
+    assert read_config(path)["config"]["run"]["init_from"] == str(source / below)
+    assert opened(with_run(init_from=tmp_path / "source" / below)).resumes
 
 
 def test_directory_that_a_kill_left_without_config_is_begun_anew(tmp_path):

@@ -33,9 +33,10 @@ class ImageConfig:
     pretrained: str = ""
     """Where weights come from. Empty: random weights. "timm": create_model(pretrained=True). Else a file of weights, or
     package:NAME for an installed package that has them."""
-    batch_norm: Literal["refuse", "frozen", "local"] = "refuse"
-    """What to do with batch norm, which makes a step depend on the split over ranks. refuse: raise an error. frozen: it keeps
-    its statistics. local: each rank normalizes its own batch, so the result depends on the number of ranks."""
+    batch_norm: Literal["sync", "frozen", "local", "refuse"] = "sync"
+    """What to do if the tower has batch norm. sync: it normalizes by the batch of all ranks, so the number of ranks does not
+    matter. frozen: it keeps the statistics of its weights. local: each rank normalizes its own batch, so the result depends on
+    the number of ranks. refuse: the run ends with an error."""
     maps: tuple[int, ...] = ()
     """The stages whose feature maps (timm's forward_intermediates) are the features of the trunk. Empty: the output of the
     last layer."""
@@ -168,6 +169,9 @@ class DataConfig:
     concept: str | None = None
     """Files: the column, or the field of a tar's .json, that is equal for pairs that show the same thing. None: pairs with
     equal captions have the same concept."""
+    root: str | None = None
+    """Files: the folder that the paths of images in a CSV, TSV or parquet file are relative to, and must not lead out of. For
+    absolute paths, give the folder that contains all images. None: the folder of the file."""
     held_out: float = 0.05
     """Files: the fraction of the concepts that is held out for evaluation."""
     workers: int = 0
@@ -183,6 +187,9 @@ class AugmentConfig:
     The defaults are for large sets of photographs: a slight crop.
     """
 
+    crop: tuple[float, float] = (1.0, 1.0)
+    """The smallest and the largest part of the image that is kept, as a fraction of its area, at a random place. `stretch` then
+    changes the shape of this part, and no border is filled. 1 1 keeps the whole image."""
     rotate: float = 0.0
     """The largest rotation in degrees, in either direction."""
     zoom: tuple[float, float] = (1.0, 1.1)

@@ -5,7 +5,7 @@ from unisono_models.training.commands import run_command
 COMMANDS = {
     "launch": ("unisono_models.training.distributed.torchrun", "Train a model on this machine: MODEL [--nproc N] [RECIPE] ..."),
     "reproduce": ("unisono_models.training.run.reproduce", "Repeat a run from its directory and compare the numbers."),
-    "compare": ("unisono_models.training.run.compare", "Print the metrics of several finished runs as one table."),
+    "compare": ("unisono_models.training.run.compare", "Print the metrics of several runs, of any models, as one table."),
 }
 
 if __name__ == "__main__":

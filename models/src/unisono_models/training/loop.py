@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from unisono_models.training.checkpoint.manager import Checkpoints
+from unisono_models.training.checkpoint.manifest import list_steps
 from unisono_models.training.checkpoint.state_dict import Extra, Optimizers
 from unisono_models.training.config import CheckpointConfig, RunConfig
 from unisono_models.training.config.validate import learning_rates, warn_of_learning_rates
@@ -23,7 +24,7 @@ from unisono_models.training.errors import UserError, note_run_directory
 from unisono_models.training.run.log import RunLog
 from unisono_models.training.run.preemption import StopSignal
 from unisono_models.training.run.run_directory import RunDirectory, open_run
-from unisono_models.training.schedule import is_due
+from unisono_models.training.schedule import is_due, learning_rate_factor
 
 _OWN_STATE = "loop"  # the loop's own entry in the state of a checkpoint
 
@@ -47,6 +48,17 @@ class Session:
     directory: RunDirectory
     watchdog: Watchdog
     stop_signal: StopSignal
+
+    def load_initial_weights(self, model: nn.Module) -> None:
+        """Load now the weights of `model` that TrainingLoop will load. Does nothing without --run.init-from. All ranks call it.
+
+        For a model that uses frozen weights before the loop begins, such as for features that it caches.
+        """
+        run = self.config.run
+        if run.init_from is not None:
+            with Checkpoints(self.directory.checkpoints, timeout=run.timeout) as checkpoints:
+                continues = broadcast_object(bool(list_steps(self.directory.checkpoints)))
+                checkpoints.load_weights(self.directory.path if continues else run.init_from, model)
 
 
 @contextmanager
@@ -116,6 +128,7 @@ class TrainingLoop:
         """Why the run was finished before its last step, if `finish_early` was called, now or in an earlier start."""
         self._session, self._model, self._optimizers, self._extra = session, model, optimizers, extra
         self._logged = self._saved = True
+        self._source: Json = None  # the checkpoint of another run that the weights come from
 
     @property
     def just_resumed(self) -> bool:
@@ -160,6 +173,8 @@ class TrainingLoop:
             if loaded is not None:
                 self.first_step, self.state = loaded
                 self._note_early_end(self.state.pop(_OWN_STATE, {}).get("ended_early"))
+            elif config.run.init_from is not None:
+                self._source = self._checkpoints.load_weights(config.run.init_from, self._model, extra=self._extra)
             self.done = self.first_step
             self._stack = stack.pop_all()
         return self
@@ -168,6 +183,9 @@ class TrainingLoop:
     def _log(self) -> RunLog:
         """The log. It is opened when it is first used: a start that is refused before that changes no file of the run."""
         session = self._session
+        session.directory.record_start(
+            first_step=self.first_step, **({} if self._source is None else {"init_from": self._source})
+        )
         log_every = session.config.run.log_every
         log = RunLog(session.directory, session.ranks, steps=self.steps, first_step=self.first_step, log_every=log_every)
         return self._stack.enter_context(log)
@@ -176,8 +194,15 @@ class TrainingLoop:
         self._stack.__exit__(kind, error, trace)
 
     def __iter__(self) -> Iterator[int]:
+        directory = self._session.directory
+        if self._source is not None:
+            self.say(f"starting from the weights of {self._source['checkpoint']}")
+        if directory.hint:
+            self.say(directory.hint)
         if self.first_step:
             self.say(f"continuing at step {self.first_step:,}")
+        if directory.changed_steps is not None:
+            self.say(explain_new_steps(*directory.changed_steps, first_step=self.first_step, config=self._session.config))
         for step in range(self.first_step, self.first_step if self.finished else self.last_step):
             self._logged = self._saved = False
             yield step
@@ -266,6 +291,24 @@ class TrainingLoop:
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""
         self._log.say(text)
+
+
+def explain_new_steps(old: int, new: int, *, first_step: int, config: object) -> str:
+    """Say what another number of steps means for a run that goes on at `first_step`.
+
+    Example:
+        >>> explain_new_steps(100, 200, first_step=100, config=None)
+        '--run.steps is 200 now, not 100: the learning rate and other schedules are those of 200 steps from here on'
+    """
+    text = f"--run.steps is {new:,} now, not {old:,}"
+    text += f": the learning rate and other schedules are those of {new:,} steps from here on"
+    optimizer = getattr(config, "optimizer", None)
+    if not first_step or not all(hasattr(optimizer, name) for name in ("warmup", "final")):
+        return text
+    shape = {"warmup": optimizer.warmup, "final": optimizer.final}  # type: ignore[union-attr]
+    last = learning_rate_factor(first_step - 1, old, **shape)
+    following = learning_rate_factor(first_step, new, **shape)
+    return f"{text}. The learning rate was {last:.0%} of its peak in the last step, and is {following:.0%} in the next"
 
 
 def explain_divergence(what: str, config: object) -> str:

@@ -17,6 +17,7 @@ from unisono_models.clip.data.pairs import printable
 from unisono_models.clip.figures import SearchRow, draw_search_rows, make_search_row
 from unisono_models.clip.gallery import Gallery, SearchHit, open_gallery
 from unisono_models.datasets.images import read_image_bytes
+from unisono_models.training.errors import UserError
 
 PROG = "python -m unisono_models.clip search"
 
@@ -44,12 +45,12 @@ class SearchOptions:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command. Raises: SystemExit with one line that says what is wrong."""
+    """Run the command. Raises: UserError that says what is wrong."""
     options = tyro.cli(SearchOptions, prog=PROG, args=args)
     try:
         path = run_search(options, Console())
     except (ValueError, OSError) as error:
-        raise SystemExit(f"{PROG}: {error}") from error
+        raise UserError(str(error)) from error
     print(f"The results are drawn in {path}")
 
 
@@ -81,7 +82,7 @@ def slug(queries: Sequence[str]) -> str:
 
 def _check_options(options: SearchOptions) -> None:
     if not options.queries and not options.image:
-        raise ValueError('there is nothing to look for: give words, such as "red heart", or --image FILE')
+        raise ValueError("there is nothing to look for: give words in quotation marks, or --image FILE")
     if any(not query.strip() for query in options.queries):
         raise ValueError("a query is empty: say in words what to look for")
     if not 1 <= options.top <= 100:

@@ -24,6 +24,7 @@ from unisono_models.recommender.model.export import (
 from unisono_models.recommender.protocols import complete_config
 from unisono_models.training.distributed.launch import Ranks, start_ranks
 from unisono_models.training.distributed.object_collectives import RanksError, raise_together
+from unisono_models.training.errors import UserError
 from unisono_models.training.run.run_directory import find_run
 
 
@@ -69,7 +70,7 @@ def main(args: Sequence[str] | None = None) -> None:
         try:
             metrics, saved = evaluate_run(options, ranks)
         except (ValueError, OSError, RanksError) as error:
-            raise SystemExit(str(error)) from None
+            raise UserError(str(error)) from error
         if ranks.first:
             for name, value in metrics.items():
                 print(f"{name:24} {_format(value)}" + (f"   (run: {_format(saved[name])})" if name in saved else ""))

@@ -15,6 +15,7 @@ from unisono_models.recommender.data.ratings import UNKNOWN, Ratings, read_title
 from unisono_models.recommender.model.export import FILES, ExportedModel, read_data_config, read_export
 from unisono_models.recommender.model.two_tower import TwoTower
 from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.errors import UserError
 from unisono_models.training.run.run_directory import RunError, find_run
 
 
@@ -109,7 +110,7 @@ def main(args: Sequence[str] | None = None) -> None:
         user = options.user or most_active_user(ratings)
         found = recommend(exported, ratings, user, top=options.top, titles=titles)
     except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from None
+        raise UserError(str(error)) from error
     _print(user, best_rated_titles(ratings, user, titles), found)
 
 

@@ -61,7 +61,9 @@ def _find_format(source: str, config: DataConfig) -> Literal["ratings", "atomic"
     try:
         kind, paths = find_files(source, kinds=kinds, what="--data.source")
     except ValueError as error:
-        raise UserError(f"{error}.{_suggest(source)} {UNDERSTOOD}") from error
+        if not Path(source).exists() and not set("*?[{") & set(source):
+            raise UserError(f"--data.source {source}: there is no such file or folder.{_suggest(source)}") from error
+        raise UserError(f"{error}. {UNDERSTOOD}") from error
     if kind == "atomic":
         return "atomic"
     if kind == "parquet":
@@ -72,6 +74,6 @@ def _find_format(source: str, config: DataConfig) -> Literal["ratings", "atomic"
 
 
 def _suggest(source: str) -> str:
-    if Path(source).exists() or "/" in source:
+    if "/" in source:
         return ""
     return f" The datasets with a name are {', '.join(DATASETS.names())}."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -91,8 +92,7 @@ def read_rating_table(
     given = [columns.user, columns.item, columns.label, columns.timestamp, title, *(feature.name for feature in features)]
     rows = _read_files(paths, names, [name for name in dict.fromkeys(given) if name])
     read = len(rows.lines) + len(rows.skipped)
-    users, items = _texts(rows.table[columns.user]), _texts(rows.table[columns.item])
-    blank = (users == "") | (items == "")
+    blank = _is_blank(rows.table[columns.user]) | _is_blank(rows.table[columns.item])
     rows = rows.without(dict.fromkeys(np.flatnonzero(blank).tolist(), ""), "no user or no item")
     rows = _without_bad_numbers(rows, columns.label)
     rows = _without_bad_numbers(rows, columns.timestamp, parse=_times)
@@ -101,8 +101,10 @@ def read_rating_table(
         if feature.kind == "number":
             rows = _without_bad_numbers(rows, feature.name, allow_blank=True)
     if not len(rows.lines):
-        reason = f" {rows.skipped[0].reason}: {rows.skipped[0].error}" if rows.skipped else ""
-        raise UserError(f"--data.source {paths[0]}: none of its {read:,} rows can be used.{reason}")
+        counts = Counter(skip.reason for skip in rows.skipped)
+        reasons = "; ".join(f"{reason} in {count:,} of them" for reason, count in counts.most_common())
+        example = next((f", such as {skip.error}" for skip in rows.skipped if skip.reason == counts.most_common()[0][0]), "")
+        raise UserError(f"--data.source {paths[0]}: none of its {read:,} rows can be used. {reasons}{example}")
     known = dict(vocabularies or {})
     encoded = {name: _encode(rows.table[name], name, known) for name in (columns.user, columns.item)}
     sides = {"user": encoded[columns.user].numpy(), "item": encoded[columns.item].numpy()}
@@ -238,19 +240,21 @@ def _read_csv(path: Path, names: Sequence[str], wanted: Sequence[str]) -> tuple[
     if unclosed:
         raise UserError(f"--data.source {path}: {unclosed[0]}")
     lines = np.setdiff1d(np.arange(2, len(table) + len(broken) + 2), np.array(broken, dtype=np.int64), assume_unique=True)
-    empty = np.logical_and.reduce([_texts(table[name]) == "" for name in wanted])
+    empty = np.logical_and.reduce([_is_blank(table[name]) for name in wanted])
     return table.filter(~empty), lines[~empty], skipped
 
 
-def _texts(column: Any) -> NDArray[Any]:
-    """A column as an array of Python strings. Null is the empty string."""
-    return _text_column(column).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+def _is_blank(column: Any) -> NDArray[np.bool_]:
+    """Which rows of a column have null, or nothing but spaces."""
+    import pyarrow.compute as pc  # type: ignore[import-untyped]
+
+    return pc.equal(_text_column(column), "").to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
 
 def _text_column(column: Any) -> Any:
     """Convert a column to texts without spaces around them. Lists become texts with separators; null the empty text."""
     import pyarrow as pa
-    import pyarrow.compute as pc  # type: ignore[import-untyped]
+    import pyarrow.compute as pc
     from pyarrow import types
 
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
@@ -319,7 +323,7 @@ def _without_bad_numbers(rows: _Rows, name: str, *, parse: Any = _numbers, allow
     with np.errstate(invalid="ignore"):
         bad = ~(np.abs(parse(column)) <= LARGEST)
     if allow_blank:
-        bad &= _texts(column) != ""
+        bad &= ~_is_blank(column)
     what = "not a time" if parse is _times else "not a number"
     return rows.without({row: repr(column[row].as_py()) for row in np.flatnonzero(bad).tolist()}, f"{name} is {what}")
 
@@ -341,7 +345,7 @@ def _resolve_kind(feature: Feature, column: Any, columns: RatingColumns) -> Feat
     if not is_list and not types.is_boolean(column.type):
         numbers = _numbers(column)
         whole = np.isnan(numbers) | (numbers == np.floor(numbers))
-        kind = "number" if not whole.all() and not np.isnan(numbers[_texts(column) != ""]).any() else "id"
+        kind = "number" if not whole.all() and not np.isnan(numbers[~_is_blank(column)]).any() else "id"
     return feature.with_default_kind(kind)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -43,9 +45,21 @@ from unisono_models.training.distributed.object_collectives import (
     format_by_rank,
     raise_together,
 )
+from unisono_models.training.errors import UserError
 
 _STATE = "state.json"
 _EXIT_SECONDS = 10.0  # that a run which has failed waits for a save in progress
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A checkpoint that is not damaged, before its tensors are read."""
+
+    path: Path
+    commit: Manifest
+    index: dict[str, TensorEntry]
+    values: Json
+    state: Json
 
 
 class Checkpoints:
@@ -164,23 +178,49 @@ class Checkpoints:
         Reports each newer one that it skipped, and why. Changes nothing on disk. A tensor that has a NaN counts as damage, and
         so does a `state` that is not a `state_type`.
 
-        Raises: RanksError on all ranks (with one rank: ValueError) if the checkpoint does not fit these objects. It names each
-        tensor that is missing, or that has another shape or dtype.
+        Raises: UserError on all ranks if the checkpoint does not fit these objects. It names each tensor that is missing, or
+        that has another shape or dtype.
         """
         self.wait()
-        chosen = self._choose(state_type, which)
+        chosen = self._choose(self.directory, state_type, which=which)
         if chosen is None:
             return None
-        step, path, index, values, state = chosen
-        with raise_together(f"load {path}", group=self._group):
-            targets = LoadTargets(model, optimizers, extra or {}, index, values)
+        with raise_together("load", group=self._group), _name_source(str(chosen.path)):
+            targets = LoadTargets(model, optimizers, extra or {}, chosen.index, chosen.values)
+        self._fill(targets, chosen)
+        return chosen.commit.step, chosen.state
+
+    def load_weights(self, source: Path, model: nn.Module, *, extra: Extra | None = None) -> Json:
+        """Load the weights of `model` and `extra` from another run: not its optimizers, step and state.
+
+        Returns a record of where they come from: {"checkpoint": path, "step": …, "sha256": that of its COMMIT}.
+
+        Args:
+            source: A run directory, whose newest checkpoint is taken that is not damaged, or the directory of a checkpoint.
+
+        Raises: UserError on all ranks if there is no such checkpoint, or if it does not fit: it names the first tensors.
+        """
+        self.wait()
+        is_step = manifest.is_step_directory(source)
+        chosen = self._choose(source.parent if is_step else source / "checkpoints", object, only=source.name if is_step else "")
+        if chosen is None:
+            what = "no checkpoint that can be loaded" if is_step else "not the directory of a run that has a checkpoint"
+            raise UserError(f"--run.init-from {source}: it is {what}")
+        with raise_together("load_weights", group=self._group), _name_source(f"--run.init-from {source}"):
+            targets = LoadTargets(model, {}, extra or {}, chosen.index, chosen.values, weights_only=True)
+        self._fill(targets, chosen)
+        seal = hashlib.sha256((chosen.path / manifest.COMMIT).read_bytes()).hexdigest()
+        return {"checkpoint": str(chosen.path.absolute()), "step": chosen.commit.step, "sha256": seal}
+
+    def _fill(self, targets: LoadTargets, chosen: _Chosen) -> None:
+        """Read the tensors and put everything into the model and the optimizers."""
+        path, index = chosen.path, chosen.index
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             load(targets.tensors, storage_reader=ShardReader(path, index), planner=planner, process_group=self._group)
         except CheckpointException as error:  # raised on all ranks; it is a BaseException, which callers do not expect
             raise RanksError(f"load {path}: {_explain(error)}") from error
         targets.install()
-        return step, state
 
     def close(self) -> None:
         """Wait for the save in progress, then end the thread and the process group."""
@@ -256,15 +296,19 @@ class Checkpoints:
             return f"unknown ({error.strerror})"
 
     def _choose(
-        self, state_type: type, which: Literal["newest", "best"]
-    ) -> tuple[int, Path, dict[str, TensorEntry], Json, Json] | None:
-        """Find the first checkpoint that is not damaged. Rank 0 lists them, all ranks together hash the files."""
-        listed: list[Path] = []
-        if self._rank == 0:
+        self, directory: Path, state_type: type, *, which: Literal["newest", "best"] = "newest", only: str = ""
+    ) -> _Chosen | None:
+        """Find the first checkpoint in `directory` that is not damaged. Rank 0 lists them, all ranks together hash the files.
+
+        `only`: consider this one alone.
+        """
+        listed = [only] if only else []
+        if self._rank == 0 and not only:
             newest = which == "newest"
-            listed = manifest.list_steps(self.directory) if newest else manifest.list_best(self.directory, best=self._best)
-        for name in broadcast_object([path.name for path in listed], group=self._group):
-            path = self.directory / name
+            paths = manifest.list_steps(directory) if newest else manifest.list_best(directory, best=self._best)
+            listed = [path.name for path in paths]
+        for name in broadcast_object(listed, group=self._group):
+            path = directory / name
             index = {}
             values = state = None
             damage = []
@@ -282,11 +326,21 @@ class Checkpoints:
                 damage = [str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"]
             found = sorted({line for rank in all_gather_object(damage, group=self._group) for line in rank})
             if not found:
-                return commit.step, path, index, values, state
-            self._broken.append(name)
+                return _Chosen(path, commit, index, values, state)
+            if directory == self.directory:
+                self._broken.append(name)
             if self._rank == 0:
                 self._report(f"checkpoint {path} skipped: {'; '.join(found)}")
         return None
+
+
+@contextmanager
+def _name_source(source: str) -> Iterator[None]:
+    """Put the name of the checkpoint, or the option that gave it, before the text of a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
 
 
 def _read_state(path: Path, state_type: type) -> tuple[Json, Json]:

@@ -40,6 +40,11 @@ def step_directory(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08}"
 
 
+def is_step_directory(path: Path) -> bool:
+    """Return whether `path` has the name of the directory of a step."""
+    return _STEP.fullmatch(path.name) is not None
+
+
 def list_steps(directory: Path) -> list[Path]:
     """List the directories of steps, committed or not, the newest first."""
     if not directory.is_dir():

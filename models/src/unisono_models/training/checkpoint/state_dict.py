@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from unisono.embedding.parameters import ShardedTable
 from unisono_models.training.checkpoint.storage import TensorEntry
 from unisono_models.training.distributed.object_collectives import Json
+from unisono_models.training.errors import UserError
 
 Optimizers: TypeAlias = Optimizer | Mapping[str, Optimizer]
 Extra: TypeAlias = Mapping[str, Tensor | nn.Module]
@@ -92,22 +94,39 @@ def _has_form(value: Json, form: Any) -> bool:
 class LoadTargets:
     """The objects that a checkpoint is loaded into. Fill `tensors`, by name, then call `install()`.
 
-    Raises: ValueError that names every entry that only the checkpoint or only these objects have, or that has another shape or
+    `weights_only` leaves out the optimizers, the state of the optimizers of embedding tables, which is part of the model's
+    state, and what `extra` does not ask for.
+
+    Raises: UserError that names every entry that only the checkpoint or only these objects have, or that has another shape or
     dtype. Nothing is cast and nothing is left out.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Optimizers, extra: Extra, index: Mapping[str, TensorEntry], values: Json
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        extra: Extra,
+        index: Mapping[str, TensorEntry],
+        values: Json,
+        *,
+        weights_only: bool = False,
     ) -> None:
-        self._model, self._values = model, values
+        self._model = model
+        self._values = {"model": values["model"], "optimizers": {}} if weights_only else values
         self._optimizers = _named(optimizers)
         self._states: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
         self._differences: list[str] = []
         self.tensors = {name: value for name, value in _entries(model, extra) if isinstance(value, Tensor)}
-        self._compare_names("optimizers", set(values["optimizers"]), set(self._optimizers))
+        if weights_only:
+            tables = _table_names(model)
+            self.tensors = {name: value for name, value in self.tensors.items() if not _is_table_state(name, tables)}
+            kept = (name for name in index if name.startswith("model/") or name in self.tensors)
+            index = {name: index[name] for name in kept if not _is_table_state(name, tables)}
+        stored = self._values["optimizers"]
+        self._compare_names("optimizers", set(stored), set(self._optimizers))
         for name, optimizer in self._optimizers.items():
-            if name in values["optimizers"]:
-                self._add_optimizer(name, optimizer, values["optimizers"][name], index)
+            if name in stored:
+                self._add_optimizer(name, optimizer, stored[name], index)
         self._compare_names("tensors", set(index), set(self.tensors))
         for name in sorted(index.keys() & self.tensors.keys()):
             entry, here = index[name], self.tensors[name]
@@ -116,11 +135,14 @@ class LoadTargets:
                     f"{name} is {_kind(entry.dtype, entry.shape)} in the checkpoint, {_kind(here.dtype, here.shape)} here"
                 )
         if self._differences:
-            more = f"; and {len(self._differences) - 12} more" if len(self._differences) > 12 else ""
-            raise ValueError(
-                f"the checkpoint does not fit: {'; '.join(self._differences[:12])}{more}. "
-                "It was written under another config: give the run the old one, or another directory"
+            shown = 4 if weights_only else 12
+            more = f"; and {len(self._differences) - shown} more" if len(self._differences) > shown else ""
+            advice = (
+                "Give the new run the --model options of that one"
+                if weights_only
+                else "It was written under another config: give the run the old one, or another directory"
             )
+            raise UserError(f"the checkpoint does not fit: {'; '.join(self._differences[:shown])}{more}. {advice}")
 
     def install(self) -> None:
         """Put the filled tensors and everything else into the model and the optimizers."""
@@ -207,6 +229,18 @@ def _entries(model: nn.Module, extra: Extra) -> Iterator[tuple[str, Any]]:
             yield f"extra/{name}", held
         else:
             yield from ((f"extra/{name}/{inner}", value) for inner, value in get_model_state_dict(held).items())
+
+
+def _table_names(model: nn.Module) -> set[str]:
+    """The names of the embedding tables in `model`."""
+    tables = (name for name, module in _inner(model).named_modules() if isinstance(module, ShardedTable))
+    return {".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in tables}
+
+
+def _is_table_state(name: str, tables: set[str]) -> bool:
+    """Whether the tensor `name` is the state of an optimizer that works in the backward of a table."""
+    table, _, entry = name.removeprefix("model/").rpartition(".")
+    return table in tables and entry != "weight"
 
 
 def _inner(model: nn.Module) -> nn.Module:

@@ -15,18 +15,23 @@ class RunConfig:
     """The run: how long it trains, where it is kept, when it logs and evaluates."""
 
     steps: int
-    """The number of optimizer steps. It does not depend on the number of ranks."""
+    """The number of optimizer steps. It does not depend on the number of ranks. With the --run.dir of a run of fewer steps,
+    finished or not, the run is extended: it goes on with the learning rate schedule of the new number."""
     seed: int = 0
     """The seed of everything random: initial weights, order of samples, augmentation, dropout."""
     dir: Path | None = None
-    """The run directory. None takes runs/{model}-{recipe}, or with a number if that holds a finished run.
-    An interrupted run of the same config is continued."""
+    """The run directory. None takes runs/{model}-{recipe}, or adds a number to it if that holds a finished run or a run of
+    another config. An interrupted run of the same config is continued."""
+    init_from: Path | None = None
+    """Start from the weights of another run: its directory (the newest checkpoint in it is taken), or one of its checkpoints,
+    such as RUN/checkpoints/step-00000100. Optimizer and step begin anew. The model has to have the same shape."""
     log_every: int = 10
     """The number of steps between log lines. metrics.jsonl has every step, whatever this is."""
     evaluate_every: int = 0
     """The number of steps between evaluations. 0 evaluates only at the end."""
     stop_after: int | None = None
-    """Save and stop after this many steps, as after a SIGTERM. The learning rate schedule stays that of `steps`."""
+    """Save and stop after this many steps, as after a SIGTERM. The learning rate schedule stays that of --run.steps. The same
+    command without this option continues the run."""
     timeout: float = 300.0
     """The number of seconds without progress after which the run gives up and names the ranks that are missing."""
 

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono.dataparallel import broadcast_parameters
 from unisono_models.training.config import ParallelConfig
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import all_gather_object
@@ -95,6 +96,8 @@ def _shard(model: nn.Module, blocks: list[nn.Module], config: ParallelConfig, ra
     # No MixedPrecisionPolicy: layers on a CPU cannot mix bfloat16 parameters with float32 activations. With autocast the
     # numbers are those of DDP, at the price of gathering float32.
     mesh = _mesh(config, ranks)
+    if not any(parameter.is_meta for parameter in model.parameters()):  # they have no values yet
+        broadcast_parameters(model)  # as DDP does; FSDP2 would keep the differences between ranks
     for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

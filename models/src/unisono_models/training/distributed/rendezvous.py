@@ -13,12 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -27,6 +25,7 @@ from unisono_models.training.errors import UserError
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.01
+_STORE_GRACE = 2.0  # seconds after its own timeout in which a connection fails with a better message
 _NOTE_AFTER, _NOTE_AGAIN = 5.0, 60.0  # seconds of waiting after which a line says for whom
 
 
@@ -36,19 +35,23 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
     It runs in a thread, which is left behind after `seconds`: if the network is cut, calls of the store wait longer than their
     own timeout.
 
-    Raises: TimeoutError if there is no answer in time, or none at all.
+    Raises: TimeoutError if there is no answer in time, or an exception instead, which is then its cause.
     """
     answers: list[T] = []
+    errors: list[Exception] = []
 
     def run() -> None:
-        with suppress(Exception):  # a closed connection is no answer either
+        try:
             answers.append(call())
+        except Exception as error:  # a closed connection is no answer either
+            errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
     if not answers:
-        raise TimeoutError(f"the store did not answer within {seconds:g} s")
+        cause = errors[0] if errors else None
+        raise TimeoutError(f"no answer within {seconds:g} s") from cause
     return answers[0]
 
 
@@ -63,7 +66,8 @@ def open_store(env: LaunchEnv, *, timeout: float) -> Store:
     note = threading.Timer(_NOTE_AFTER, _print, [f"{who}: waiting for {awaited} at {where}, up to {timeout:g} s"])
     note.daemon = True
     note.start()
-    try:
+
+    def connect() -> Store:
         if env.launcher == "torchrun":
             store: Store = next(rendezvous("env://", timeout=limit))[0]
             return store
@@ -72,12 +76,15 @@ def open_store(env: LaunchEnv, *, timeout: float) -> Store:
             wait_for_workers=False,  # wait_for_ranks waits, and says for whom
             multi_tenant=True,
         )
-    except (dist.DistError, OSError, RuntimeError) as error:
-        if "EADDRINUSE" in str(error):
+
+    try:
+        return call_within(timeout + _STORE_GRACE, connect)
+    except TimeoutError as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        if "EADDRINUSE" in str(error.__cause__):
             raise UserError(
                 f"{who}: another program uses the port {where}. Set MASTER_PORT to a free one, on all ranks"
             ) from None
-        reason = str(error).splitlines()[0]
         raise UserError(
             f"{who}: there is no store of torch.distributed at {where} ({reason}). Check that MASTER_ADDR and MASTER_PORT are "
             "the host and a free port of rank 0, that rank 0 runs, and that this host reaches it"

@@ -1,8 +1,7 @@
 """Compare runs: whether two runs of one config have the same numbers, and a table of the metrics of several runs."""
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -10,13 +9,16 @@ from typing import Annotated
 
 import tyro
 
+from unisono_models.training.config.serialization import read_json
 from unisono_models.training.distributed.object_collectives import Json
+from unisono_models.training.errors import UserError
 from unisono_models.training.run.log import read_metrics
 from unisono_models.training.run.run_directory import config_differences, read_config, read_provenance
 
 Line = dict[str, Json]
 # If rounding may differ (other ranks, other machine): how many of the first losses must agree, and how closely (relative).
 TOLERANCES = {"float32": (10, 1e-6), "float64": (50, 1e-9), "bfloat16": (10, 1e-2)}
+_FIELDS = 4  # of the config that name a column at most
 SAME = ("world_size", "threads", "environment", "versions", "machine.cpu", "machine.device", "git.commit")
 
 
@@ -166,56 +168,120 @@ def _short(value: Json) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """Print the metrics of finished runs as a Markdown table.
+    """Print the metrics of runs, of any models, as a Markdown table.
 
-    Runs of one config that differ only in their seed share a column: the mean, and the distance of the furthest run from it.
+    Finished runs of one config that differ only in their seed share a column: the mean, and the distance of the furthest run
+    from it. A run that repeats another one, with the same seed, is not counted. An unfinished run has a column of its own, with
+    the metrics of its last evaluation. Columns are named by the fields of the config in which they differ.
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run directories."""
+    """Run directories, such as runs/*. One that cannot be read is listed below the table."""
     metrics: tuple[str, ...] = ("*",)
     """The metrics to print, as patterns of their names in summary.json, such as '*recall@1'."""
     digits: int = 3
-    """Digits after the decimal point."""
+    """The number of digits after the decimal point."""
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Runs that share a column of the table, by their seeds."""
+
+    saved: Json
+    runs: dict[Json, Path]
+    values: dict[Json, Mapping[str, float]]
+    unfinished: str = ""
+
+    @property
+    def recipe(self) -> str:
+        return f"{self.saved['model']} {self.saved['recipe']}"
 
 
 def tabulate_runs(runs: Sequence[Path], metrics: Sequence[str] = ("*",), *, digits: int = 3) -> str:
-    """Return the table as Markdown: see Options. Raises: ValueError that names a run which is not finished."""
-    groups: list[tuple[dict[str, object], list[dict[str, float]]]] = []
+    """Return the table as Markdown, and below it a line for each run that is not in it: see Options.
+
+    Raises: UserError if none of `runs` can be read, or if no metric has one of the names.
+    """
+    columns: list[_Column] = []
+    notes: list[str] = []
     for path in runs:
-        if not (path / "summary.json").exists():
-            raise ValueError(f"compare: {path}: not a finished run: there is no summary.json")
-        config = read_config(path)
-        summary = json.loads((path / "summary.json").read_text())
-        alike = (group for other, group in groups if _same_but_for_the_seed(other, config))
-        group = next(alike, None)
-        if group is None:
-            groups.append((config, [summary]))
-        else:
-            group.append(summary)
-    names = [name for name in groups[0][1][0] if any(fnmatch(name, pattern) for pattern in metrics)] if groups else []
-    lines = ["| metric | " + " | ".join(_title(config, len(group)) for config, group in groups) + " |"]
-    lines.append("|---|" + "---|" * len(groups))
-    for name in names:
-        cells = [_cell([summary.get(name) for summary in group], digits) for _, group in groups]
+        try:
+            _add_run(path, columns, notes)
+        except (OSError, ValueError) as error:
+            notes.append(f"{path}: cannot be read as a run: {error}")
+    if not columns:
+        raise UserError("compare: there is no run to compare. " + ("; ".join(notes) or "Give the directories of runs: runs/*"))
+    names = list(dict.fromkeys(name for column in columns for values in column.values.values() for name in values))
+    chosen = [name for name in names if any(fnmatch(name, pattern) for pattern in metrics)]
+    if names and not chosen:
+        raise UserError(f"--metrics {' '.join(metrics)}: no metric has such a name. There are {', '.join(names)}")
+    lines = ["| metric | " + " | ".join(_titles(columns)) + " |", "|---|" + "---|" * len(columns)]
+    for name in chosen:
+        cells = [_cell([values.get(name) for values in column.values.values()], digits) for column in columns]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *([""] if notes else []), *(f"- {note}" for note in notes)])
 
 
 def main(args: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, prog="python -m unisono_models.training compare", args=args)
-    try:
-        print(tabulate_runs(options.runs, options.metrics, digits=options.digits))
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    print(tabulate_runs(options.runs, options.metrics, digits=options.digits))
 
 
-def _same_but_for_the_seed(one: dict[str, object], other: dict[str, object]) -> bool:
-    return one["recipe"] == other["recipe"] and config_differences(one["config"], other["config"]) in ([], ["run.seed"])
+def _add_run(path: Path, columns: list[_Column], notes: list[str]) -> None:
+    """Add a run to the column of its config, or a new column."""
+    saved = read_config(path)
+    seed = _dotted(saved, "config.run.seed")
+    if not (path / "summary.json").exists():
+        lines = read_metrics(path) if (path / "metrics.jsonl").exists() else []
+        steps = max((line["step"] + 1 for line in lines if line["kind"] == "train"), default=0)
+        evaluations = [line for line in lines if line["kind"] == "evaluation"]
+        last = [line for line in evaluations if line["step"] == evaluations[-1]["step"]]
+        values = _numbers({name: value for line in last for name, value in line.items() if name not in ("kind", "step")})
+        unfinished = f"unfinished: {steps:,} of {_dotted(saved, 'config.run.steps')} steps"
+        columns.append(_Column(saved, {seed: path}, {seed: values}, unfinished))
+        return
+    summary = read_json(path / "summary.json")
+    if early := summary.get("ended_early"):
+        notes.append(f"{path}: ended early {early}")
+    alike = (column for column in columns if not column.unfinished and _same_but_for_the_seed(column.saved, saved))
+    column = next(alike, None)
+    if column is None:
+        columns.append(_Column(saved, {seed: path}, {seed: _numbers(summary)}))
+    elif seed in column.runs:
+        same = "the same" if column.values[seed] == _numbers(summary) else "other"
+        notes.append(f"{path}: repeats {column.runs[seed]}, with {same} metrics; it is not counted again")
+    else:
+        column.runs[seed] = path
+        column.values[seed] = _numbers(summary)
 
 
-def _title(config: dict[str, object], seeds: int) -> str:
-    return f"{config['model']} {config['recipe']}" + (f", {seeds} seeds" if seeds > 1 else "")
+def _numbers(values: Json) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _same_but_for_the_seed(one: Json, other: Json) -> bool:
+    if (one["model"], one["recipe"]) != (other["model"], other["recipe"]):
+        return False
+    return set(config_differences(one["config"], other["config"])) <= {"run.seed"}
+
+
+def _titles(columns: Sequence[_Column]) -> list[str]:
+    """Name each column by its recipe, and by the fields in which it differs from others of that recipe."""
+    titles = []
+    for column in columns:
+        others = [other for other in columns if other is not column and other.recipe == column.recipe]
+        fields = dict.fromkeys(
+            name for other in others for name in config_differences(column.saved["config"], other.saved["config"])
+        )
+        several = len(column.runs) > 1
+        shown = [
+            f"{name}={_short(_dotted(column.saved['config'], name))}" for name in fields if not (several and name == "run.seed")
+        ]
+        parts = [column.recipe, *shown[:_FIELDS], *(["…"] if len(shown) > _FIELDS else [])]
+        parts += [f"{len(column.runs)} seeds"] if several else []
+        titles.append(", ".join([*parts, column.unfinished] if column.unfinished else parts))
+    paths = [str(next(iter(column.runs.values()))) for column in columns]
+    return [f"{title}, {path}" if titles.count(title) > 1 else title for title, path in zip(titles, paths, strict=True)]
 
 
 def _cell(values: Sequence[float | None], digits: int) -> str:

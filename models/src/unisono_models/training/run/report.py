@@ -112,7 +112,7 @@ def _aligned(values: Sequence[object]) -> list[str]:
     given = [(value, text) for value, text in zip(values, texts, strict=True) if text]
     if all(isinstance(value, float) and abs(value) < 1000 and "e" not in text for value, text in given):
         decimals = max((len(text.partition(".")[2]) for _, text in given), default=0)
-        if any(abs(value) >= 0.01 for value, _ in given):
+        if any(isinstance(value, float) and abs(value) >= 0.01 for value, _ in given):
             decimals = min(decimals, 4)
         return [f"{value:.{decimals}f}" if text else "" for value, text in zip(values, texts, strict=True)]
     return texts

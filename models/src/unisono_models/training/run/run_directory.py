@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol, TypeVar
 
 from unisono_models.training.checkpoint.atomic_file import PART, atomic_write
-from unisono_models.training.checkpoint.manifest import list_steps
+from unisono_models.training.checkpoint.manifest import is_committed, is_step_directory, list_steps, read_manifest
 from unisono_models.training.config import RunConfig
 from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
+from unisono_models.training.config.validate import option_name
 from unisono_models.training.distributed.object_collectives import (
     Json,
     all_gather_object,
@@ -23,7 +24,7 @@ from unisono_models.training.distributed.object_collectives import (
     format_by_rank,
     raise_together,
 )
-from unisono_models.training.errors import UserError
+from unisono_models.training.errors import LOG, UserError
 from unisono_models.training.run.provenance import describe_start
 
 WAIT = 10.0  # seconds: a run that was stopped may be about to end
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
 # These fields do not change what is computed: each start of a run may have its own values. The first two are not saved in
 # config.json, so that a run can be moved and repeated elsewhere.
 NOT_SAVED = ("dir", "stop_after")
+_BELONGS_TO_WEIGHTS = ("tokenizer.json",)  # files of a run that one which starts from its weights needs
+_SKELETON = ("config.json", "provenance.json", LOG, ".lock")  # files of a start that was refused before it did anything
 NOT_COMPARED = ("run.dir", "run.stop_after", "run.timeout", "data.max_broken")
 
 
@@ -96,6 +99,10 @@ class RunDirectory:
     lock: IO[str] | None = field(default=None, repr=False, compare=False)
     remarks: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     """What `finish` adds to the metrics in summary.json, such as why the run ended early."""
+    changed_steps: tuple[int, int] | None = None
+    """run.steps of the earlier start and of this one, if they differ: the run is extended, or shortened."""
+    hint: str = ""
+    """What the user may have wanted instead, for the terminal."""
 
     @property
     def checkpoints(self) -> Path:
@@ -151,6 +158,26 @@ class RunDirectory:
                 "another --run.dir"
             )
 
+    def record_start(self, **facts: Json) -> None:
+        """Add `facts` about this start to provenance.json, and give the run its new number of steps if that changes.
+
+        TrainingLoop calls it, on every rank, when it has loaded what it continues: a start that is refused before that leaves
+        the run as it is, finished if it was. Extending a finished run removes summary.json; `finish` writes a new one.
+        """
+        with raise_together("record_start"):
+            if not self.first:
+                return
+            if self.changed_steps is not None:
+                old, new = self.changed_steps
+                facts["changed_steps"] = {"from": old, "to": new}
+                (self.path / "summary.json").unlink(missing_ok=True)  # first: a kill must not leave a run that looks finished
+                saved = read_config(self.path)
+                saved["config"]["run"]["steps"] = new
+                atomic_write(self.path / "config.json", _pretty(saved))
+            provenance = read_provenance(self.path)
+            provenance["starts"][-1] |= facts
+            atomic_write(self.path / "provenance.json", _pretty(provenance))
+
     def raise_if_vanished(self) -> None:
         """Raise UserError if the directory has vanished: what the run still writes would be lost. One rank calls it."""
         try:
@@ -180,6 +207,11 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
     that is free or has an unfinished run of the same config. The number of ranks may differ from that of the earlier start.
     Every rank calls this; rank 0 decides.
 
+    A run in config.run.dir, finished or not, may get another number of steps, if it has not taken more already: a larger one
+    extends it. Samples and random numbers are functions of (seed, step), so an extended run takes the steps of a run that had
+    this number from the beginning. Only the schedules (learning rate, warm-up) of its earlier steps are those of the old
+    number: with a constant learning rate the extended run is equal bit for bit.
+
     Raises: UserError, on all ranks, if config.run.dir has a finished run, a run of another config (it names the fields), or
     something else; or if another process uses it.
 
@@ -188,24 +220,30 @@ def open_run(config: Config, *, model: str, recipe: str, ranks: Ranks) -> RunDir
         checkpoints = Checkpoints(run.checkpoints)
     """
     hosts = all_gather_object(platform.node())
-    path, resumes = Path(), False
+    path, resumes, changed_steps, hint = Path(), False, None, ""
     lock = None
     with raise_together("open_run"):
         if ranks.first:
             saved = {"model": model, "recipe": recipe, "config": config_to_json(config)}
-            path, resumes, lock = _take(config.run.dir, saved)
+            if config.run.init_from is not None:
+                saved["config"]["run"]["init_from"] = str(Path(config.run.init_from).absolute())
+            saved["config"]["run"] |= {name: None for name in NOT_SAVED if name in saved["config"]["run"]}
+            path, resumes, lock, hint = _take(config.run.dir, saved, type(config))
             if not resumes:
-                saved["config"]["run"] |= {name: None for name in NOT_SAVED if name in saved["config"]["run"]}
+                _copy_with_weights(config.run.init_from, path)
                 atomic_write(path / "config.json", _pretty(saved))
+            elif (old := read_config(path)["config"]["run"]["steps"]) != config.run.steps:
+                changed_steps = old, config.run.steps
             for name in ("plots", "samples", "checkpoints", "export", "tensorboard"):
                 if (path / name).exists() and not (path / name).is_dir():
                     raise UserError(f"--run.dir {path}: {path / name} is a file, and the run needs a folder there: remove it")
                 (path / name).mkdir(exist_ok=True)
-            provenance = read_provenance(path) | {"seed": config.run.seed}
+            provenance = (read_provenance(path) if resumes else {"starts": [], "fingerprints": {}}) | {"seed": config.run.seed}
             provenance["starts"].append(describe_start(world_size=ranks.world_size, hosts=hosts))
             atomic_write(path / "provenance.json", _pretty(provenance))
-    path, resumes = broadcast_object([str(path), resumes])
-    return RunDirectory(Path(path), resumes, ranks.first, lock)
+    path, resumes, changed_steps = broadcast_object([str(path), resumes, changed_steps])
+    changed_steps = None if changed_steps is None else tuple(changed_steps)
+    return RunDirectory(Path(path), resumes, ranks.first, lock, changed_steps=changed_steps, hint=hint)
 
 
 def config_differences(old: Json, new: Json) -> list[str]:
@@ -240,38 +278,52 @@ def read_provenance(path: Path) -> Json:
     return found | {"fingerprints": fingerprints if isinstance(fingerprints := found.get("fingerprints"), dict) else {}}
 
 
-def _take(given: Path | None, saved: Json) -> tuple[Path, bool, IO[str] | None]:
-    """Return the directory, whether the run in it is continued, and the lock."""
+def _copy_with_weights(source: Path | None, path: Path) -> None:
+    """Copy what the weights of --run.init-from mean nothing without, such as the tokenizer of a text tower."""
+    for name in _BELONGS_TO_WEIGHTS if source is not None else ():
+        assert source is not None
+        file = (source.parent.parent if is_step_directory(source) else source) / name
+        if file.is_file():
+            atomic_write(path / name, file.read_bytes())
+
+
+def _take(given: Path | None, saved: Json, kind: type) -> tuple[Path, bool, IO[str] | None, str]:
+    """Return the directory, whether the run in it is continued, the lock, and a hint for the user."""
     while True:
-        path, _ = _choose(given, saved)
+        path, _ = _choose(given, saved, kind)
         path.mkdir(parents=True, exist_ok=True)
         lock = lock_run(path)
-        again, resumes = _choose(given, saved)  # another run may have taken or finished it while we waited
+        again, hint = _choose(given, saved, kind)  # another run may have taken or finished it while we waited
         if again == path:
-            return path, resumes, lock
+            return path, (path / "config.json").exists() and not _may_begin_anew(path, saved, kind), lock, hint
         if lock is not None:
             lock.close()
 
 
-def _choose(given: Path | None, saved: Json) -> tuple[Path, bool]:
-    """Return the directory, and whether the run in it is continued."""
+def _choose(given: Path | None, saved: Json, kind: type) -> tuple[Path, str]:
+    """Return the directory, and a hint for the user. `kind`: the class of the config."""
     if given is not None:
         path = Path(given).absolute()
-        obstacle = _obstacle(path, saved)
-        if obstacle:
+        if obstacle := _obstacle(path, saved, kind, named=True):
             raise UserError(f"--run.dir {given} {obstacle}")
-        return path, (path / "config.json").exists()
+        return path, ""
     number = 1
+    hint = ""
     while True:
         name = f"{saved['model']}-{saved['recipe']}" + (f"-{number}" if number > 1 else "")
         path = Path("runs", name).absolute()
-        if not _obstacle(path, saved):
-            return path, (path / "config.json").exists()
+        if not _obstacle(path, saved, kind, named=False):
+            return path, hint
+        if not hint and not _obstacle(path, saved, kind, named=True):
+            hint = f"runs/{name} has the same run with another number of steps: to extend it, add --run.dir runs/{name}"
         number += 1
 
 
-def _obstacle(path: Path, saved: Json) -> str:
-    """Return why the run `saved` can neither begin nor continue in `path`, or an empty text if it can."""
+def _obstacle(path: Path, saved: Json, kind: type, *, named: bool) -> str:
+    """Return why the run `saved` can neither begin nor continue in `path`, or an empty text if it can.
+
+    `named`: whether the user gave this path. Only then the number of steps of the run in it may change.
+    """
     if not path.exists():
         return ""
     if not path.is_dir():
@@ -279,24 +331,75 @@ def _obstacle(path: Path, saved: Json) -> str:
     if not (path / "config.json").exists():
         others = sorted(name for name in os.listdir(path) if name != ".lock" and not name.endswith(PART))
         return f"is not empty and not a run (it has {', '.join(others[:3])}): choose another" if others else ""
-    if (path / "summary.json").exists():
-        return "holds a finished run: choose another, or remove it to run again"
     try:
         old = read_config(path)
     except ValueError as error:
         return f"holds a run whose config cannot be read ({error}): choose another"
     if (old["model"], old["recipe"]) != (saved["model"], saved["recipe"]):
         return f"holds a run of {old['model']} {old['recipe']}, this is {saved['model']} {saved['recipe']}: choose another"
-    different = config_differences(old["config"], saved["config"])
+    finished = (path / "summary.json").exists()
+    if not finished and _may_begin_anew(path, saved, kind):
+        return ""
+    before = _with_defaults(old["config"], kind)
+    different = config_differences(before, saved["config"])
+    if different == ["run.steps"] and named:
+        return _obstacle_to_steps(path, before["run"]["steps"], saved["config"]["run"]["steps"], finished)
+    shown = ", ".join(
+        f"{option_name(name)} ({_get(before, name)} there, {_get(saved['config'], name)} here)" for name in different
+    )
+    if finished:
+        advice = "A larger --run.steps extends it" if not different else f"It has other values of {shown}"
+        return f"holds a finished run: choose another, or remove it to run again. {advice}"
     if different:
-        shown = ", ".join(
-            f"{name} ({_get(old['config'], name)} there, {_get(saved['config'], name)} here)" for name in different
-        )
         return (
             f"holds an unfinished run of another config, with other values of {shown}. Choose another, or the same config to "
             "continue it"
         )
     return ""
+
+
+def _may_begin_anew(path: Path, saved: Json, kind: type) -> bool:
+    """Return whether `path` has a start with another config that left nothing, such as one that a mistake ended at once."""
+    left = (entry for entry in path.iterdir() if entry.name not in _SKELETON and not entry.name.endswith(PART))
+    if any(not entry.is_dir() or any(entry.iterdir()) for entry in left):
+        return False
+    try:
+        old = read_config(path)
+    except (OSError, ValueError):
+        return False
+    same_recipe = (old["model"], old["recipe"]) == (saved["model"], saved["recipe"])
+    return same_recipe and bool(config_differences(_with_defaults(old["config"], kind), saved["config"]))
+
+
+def _obstacle_to_steps(path: Path, old: int, new: int, finished: bool) -> str:
+    """Return why the run in `path` cannot get `new` steps instead of `old`, or an empty text if it can."""
+    done = max((read_manifest(step).step for step in list_steps(path / "checkpoints") if is_committed(step)), default=0)
+    if finished and (early := _read_summary(path).get("ended_early")):
+        return (
+            f"holds a run that ended early {early}. More steps do not change that. To train on, start another run from its "
+            f"weights: --run.init-from {path}"
+        )
+    if new < done or (finished and new < old):
+        return f"holds a run that has taken {max(done, old if finished else 0):,} steps: --run.steps {new} is less than that"
+    if finished and not done:
+        return "holds a finished run without a checkpoint, which cannot be extended: choose another"
+    return ""
+
+
+def _read_summary(path: Path) -> Json:
+    try:
+        summary = json.loads((path / "summary.json").read_text())
+    except (OSError, ValueError):
+        summary = None
+    return summary if isinstance(summary, dict) else {}
+
+
+def _with_defaults(config: Json, kind: type) -> Json:
+    """Give fields that a config of an older version does not have their defaults. What cannot be read stays as it is."""
+    try:
+        return config_to_json(config_from_json(kind, config))
+    except ValueError:
+        return config
 
 
 def _differences(old: Json, new: Json, where: str) -> list[str]:

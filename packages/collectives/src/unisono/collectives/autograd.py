@@ -94,6 +94,8 @@ KINDS = {
 
 def run(x: Tensor, plan: LinearMap) -> Tensor:
     """Run `plan` without autograd. The result is always a new tensor; `x` does not change."""
+    if wire.is_traced_by_make_fx():
+        return _run_as_op(x, plan)  # a graph of sends and receives would not wait for them
     kind = KINDS[plan.kind]
     x = x.resolve_conj().resolve_neg().contiguous()
     if plan.ranks.size == 1:
@@ -146,14 +148,32 @@ def apply(x: Tensor, plan: LinearMap) -> Tensor:
             raise RuntimeError(
                 f"{plan.call}: torch.func transforms of a collective do not work inside torch.compile; do not compile them"
             )
-        ranks = plan.ranks
-        y: Tensor = _op(x, plan.kind, plan.send, plan.receive, plan.root, plan.call, ranks.name, ranks.rank, ranks.size)
+        y = _run_as_op(x, plan)
+    elif torch._C._functorch.is_legacy_batchedtensor(x):
+        y = apply_batched([x], [plan])[0]
     elif torch._C._are_functorch_transforms_active():
         y = _TransformedCollective.apply(x, plan)
     elif not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
         y = run(x, plan)  # nothing to differentiate; most often this is the backward itself
     else:
         y = _Collective.apply(x, plan)
+    return y
+
+
+def apply_batched(xs: Sequence[Tensor], plans: Sequence[LinearMap]) -> list[Tensor]:
+    """Run plan k on `xs[k]`, where some are batches of torch.autograd.grad(is_grads_batched=True): all run as batches, then."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    batched = next(x for x in xs if torch._C._functorch.is_legacy_batchedtensor(x))
+    size = torch._remove_batch_dim(batched, level, 0, 0).shape[0]
+    rows = [torch._remove_batch_dim(x, level, size, 0).movedim(0, -1) for x in xs]  # rows stay first
+    ys = [apply(x, plan) for x, plan in zip(rows, plans, strict=True)]
+    return [torch._add_batch_dim(y, y.ndim - 1, level) for y in ys]
+
+
+def _run_as_op(x: Tensor, plan: LinearMap) -> Tensor:
+    ranks = plan.ranks
+    y: Tensor = _op(x, plan.kind, plan.send, plan.receive, plan.root, plan.call, ranks.name, ranks.rank, ranks.size)
     return y
 
 

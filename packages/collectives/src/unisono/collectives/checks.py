@@ -174,9 +174,18 @@ def validate_linear_map(x: Tensor, plan: LinearMap) -> None:
         validate((), (), "; ".join(differences))
 
 
-def validate_tensor(function: str, x: object) -> None:
+def tensor_error(x: object) -> str:
+    """Return what is wrong with an argument that must be a plain tensor, or ""."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{function}: x: expected a Tensor, got {type(x).__name__}")
+        return f"x: expected a Tensor, got {type(x).__name__}"
+    if type(x) is not Tensor and hasattr(x, "full_tensor"):
+        return "x is a DTensor: pass x.to_local(), the part of this rank, or x.full_tensor(), the whole"
+    return ""
+
+
+def validate_tensor(function: str, x: object) -> None:
+    if problem := tensor_error(x):
+        raise TypeError(f"{function}: {problem}")
 
 
 def validate_choice(function: str, argument: str, value: str, choices: tuple[str, ...]) -> None:

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence
 
-from unisono.collectives.autograd import LinearMap, apply, run
+from unisono.collectives.autograd import LinearMap, apply, apply_batched, run
 from unisono.collectives.checks import call_site, checks_enabled, describe, stable_repr, user_frame, validate_across_ranks
 from unisono.collectives.groups import GroupRanks
 from unisono.collectives.sizes import (
+    Sizes,
+    as_tuple,
     dim_error,
     from_rows,
+    gradient_error,
     join_graph,
     length_of,
     raise_local_error,
@@ -192,8 +195,9 @@ def _with_contents(node: Any, contents: Any) -> Any:
 Tree = TypeVar("Tree")
 
 
-def all_gather_tree(tree: Tree, dim: int, sizes: Sequence[int] | None, kind: str, ranks: GroupRanks) -> Tree:
+def all_gather_tree(tree: Tree, dim: int, sizes: Sizes, kind: str, ranks: GroupRanks) -> Tree:
     """all_gather the tensors of `tree`. Anything else in it must be equal on all ranks and stays as it is."""
+    sizes = as_tuple(sizes)
     leaves, structure = tree_flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[place] for place in places]
@@ -202,10 +206,12 @@ def all_gather_tree(tree: Tree, dim: int, sizes: Sequence[int] | None, kind: str
     else:
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         problem = _tree_error(tree, tensors, others)
+        if kind == "all_gather":
+            problem = problem or next((bad for x in tensors if (bad := gradient_error(x))), "")
         table = _validate_leaves(tensors, dim, sizes, (str(structure), stable_repr(others), kind), problem, ranks)
         rows = [to_rows(join_graph(x, table[place]), dim) for place, x in enumerate(tensors)]
         lengths = tuple(tuple(row[0] for row in leaf) for leaf in table)
-        differentiable = [(x.is_floating_point() and x.dtype.itemsize > 1) or x.is_complex() for x in tensors]
+        differentiable = [x.is_floating_point() or x.is_complex() for x in tensors]
         needs_grad = tuple(able and any(row[1] for row in leaf) for able, leaf in zip(differentiable, table, strict=True))
         layout = _Layout(ranks, lengths, needs_grad, kind, call_site())
         gathered = [from_rows(y, dim) for y in _GatherTree.apply(layout, *rows)]
@@ -283,6 +289,15 @@ class _Layout:
         lengths = tuple(length for length, needed in zip(self.lengths, self.needs_grad, strict=True) if needed)
         return _Layout(self.ranks, lengths, (True,) * len(lengths), self.kind, self.site)
 
+    def adjoints(self) -> list[LinearMap]:
+        """Return for every leaf the backward of gathering it alone."""
+        rank = self.ranks.rank
+        gathers = [
+            LinearMap(self.kind, self.ranks, (lengths[rank],), lengths, call="all_gather of a tree", site=self.site)
+            for lengths in self.lengths
+        ]
+        return [gather.adjoint() for gather in gathers]
+
 
 def _widths(rows: Sequence[Tensor]) -> list[int]:
     return [x.dtype.itemsize * x.shape[1:].numel() for x in rows]
@@ -303,7 +318,7 @@ class _GatherTree(torch.autograd.Function):
         plan = LinearMap(
             "all_gather", layout.ranks, (totals[layout.ranks.rank],), totals, call="all_gather of a tree", site=layout.site
         )
-        packed = torch.cat([_flat(x) for x in rows]) if rows else torch.empty(0, dtype=torch.uint8)
+        packed = torch.cat([_flat(x) for x in rows]) if rows else torch.empty(0, dtype=torch.uint8, device="cpu")
         by_rank = [part.split(count) for part, count in zip(run(packed, plan).split(totals), counts, strict=True)]
         out = tuple(
             torch.cat([parts[leaf] for parts in by_rank]).view(x.dtype).view(sum(layout.lengths[leaf]), *x.shape[1:])
@@ -316,7 +331,9 @@ class _GatherTree(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layout: _Layout = ctx.layout
         incoming = [grad for grad, needed in zip(grads, layout.needs_grad, strict=True) if needed]
-        if layout.kind == "all_gather_own":
+        if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in incoming):
+            results = iter(apply_batched(incoming, layout.of_gradients().adjoints()))
+        elif layout.kind == "all_gather_own":
             slices = zip(incoming, layout.of_gradients().lengths, strict=True)
             results = iter([grad.split(lengths)[layout.ranks.rank] for grad, lengths in slices])
         else:

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.collectives.checks import describe, tensor_error
 from unisono.collectives.groups import Group, process_group, resolve_group
-from unisono.collectives.sizes import resolve_sizes
+from unisono.collectives.sizes import Sizes, resolve_sizes
 from unisono.collectives.wire import start_hop
 
 
@@ -35,11 +36,12 @@ class Ring:
         tensor([1.])
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, sizes: Sequence[int] | None = None, group: Group = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], *, sizes: Sizes = None, group: Group = None) -> None:
         self.ranks = resolve_group(group)
         self.sizes: tuple[int, ...] = ()
-        for x in tensors:
-            self.sizes = resolve_sizes("Ring", x, 0, sizes, self.ranks)[1]
+        same = f"tensors={len(tensors)}"
+        for x in tensors or [torch.empty(0, device="cpu")]:
+            self.sizes = resolve_sizes("Ring", x, 0, sizes, self.ranks, same=same, problem=_tensors_error(tensors))[1]
         self._own = [x.detach().contiguous() for x in tensors]
         self._total: Tensor | None = None
         self._pending: list[dist.Work] = []  # contributions that are being sent or received
@@ -89,3 +91,13 @@ class Ring:
         self._total = self._leaving = None
         self._pending = []
         return total
+
+
+def _tensors_error(tensors: Sequence[Tensor]) -> str:
+    if not tensors:
+        return "tensors: expected at least one tensor, got an empty sequence"
+    if problem := next((problem for x in tensors if (problem := tensor_error(x))), ""):
+        return problem
+    if any(x.ndim == 0 for x in tensors) or len({len(x) for x in tensors}) > 1:
+        return f"tensors must have the same first dimension, got {', '.join(map(describe, tensors))}"
+    return ""

@@ -1,13 +1,17 @@
 """Sizes: how a dimension is divided over the ranks. They are exchanged in one small message, or given and validated."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch._library.effects import EffectType
 
-from unisono.collectives.checks import checks_enabled, describe, user_frame, validate_across_ranks
+from unisono.collectives.checks import checks_enabled, describe, tensor_error, user_frame, validate_across_ranks
 from unisono.collectives.groups import Group, GroupRanks, resolve_group
+
+Sizes: TypeAlias = Sequence[int] | Tensor | None
+"""Every rank's length along a dimension: integers, or one tensor of them. None: not known, or as even as possible."""
 
 
 def exchange_sizes(x: Tensor, dim: int = 0, *, group: Group = None) -> tuple[int, ...]:
@@ -50,10 +54,29 @@ def length_of(x: Tensor, dim: int) -> int:
 
 def dim_error(x: object, dim: int) -> str:
     """Return what is wrong with `x` and `dim`, or ""."""
-    if not isinstance(x, Tensor):
-        return f"x: expected a Tensor, got {type(x).__name__}"
+    if problem := tensor_error(x):
+        return problem
+    assert isinstance(x, Tensor)  # said by tensor_error
     if not isinstance(dim, int) or not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
         return f"dim={dim!r} is out of range for x of shape {tuple(x.shape)}"
+    return ""
+
+
+def as_tuple(sizes: Sizes) -> Sequence[int] | None:
+    """Return `sizes` as integers if they are a tensor, otherwise as they are."""
+    return tuple(sizes.flatten().tolist()) if isinstance(sizes, Tensor) else sizes
+
+
+def gradient_error(x: object) -> str:
+    """Return what is wrong if the gradients of `x`, which it requires, will have to be added; otherwise ""."""
+    if (
+        isinstance(x, Tensor)
+        and x.is_floating_point()
+        and x.dtype.itemsize == 1
+        and x.requires_grad
+        and torch.is_grad_enabled()
+    ):
+        return f"x: the ranks cannot add gradients in {x.dtype}: pass x.detach(), or convert x first, to bfloat16 for instance"
     return ""
 
 
@@ -67,8 +90,9 @@ def sizes_error(name: str, sizes: Sequence[int] | None, ranks: GroupRanks) -> st
     return ""
 
 
-def split_sizes(name: str, sizes: Sequence[int] | None, x: Tensor, dim: int, ranks: GroupRanks) -> tuple[tuple[int, ...], str]:
+def split_sizes(name: str, sizes: Sizes, x: Tensor, dim: int, ranks: GroupRanks) -> tuple[tuple[int, ...], str]:
     """Return the length of each rank's part of `x` along `dim`, even if `sizes` is None, and what is wrong, or ""."""
+    sizes = as_tuple(sizes)
     problem = dim_error(x, dim) or sizes_error(name, sizes, ranks)
     if problem:
         return (), problem
@@ -91,16 +115,17 @@ def raise_local_error(function: str, problem: str, ranks: GroupRanks) -> None:
 
 
 def resolve_sizes(
-    function: str, x: Tensor, dim: int, sizes: Sequence[int] | None, ranks: GroupRanks, same: str = ""
+    function: str, x: Tensor, dim: int, sizes: Sizes, ranks: GroupRanks, same: str = "", problem: str = ""
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Return `x`, which now requires a gradient if that of any rank does, and every rank's length along `dim`.
 
-    `same`: the other arguments, as a text that must be the same on all ranks.
+    `same`: the other arguments, as a text that must be the same on all ranks. `problem`: what else is wrong on this rank.
     """
+    sizes = as_tuple(sizes)
     if sizes is None:
-        table = all_gather_metadata(function, x, dim, ranks, same=same)
+        table = all_gather_metadata(function, x, dim, ranks, same=same, problem=problem)
         return join_graph(x, table), metadata_lengths(table)
-    problem = dim_error(x, dim) or sizes_error("sizes", sizes, ranks)
+    problem = problem or dim_error(x, dim) or sizes_error("sizes", sizes, ranks)
     if not problem and length_of(x, dim) != sizes[ranks.rank]:
         problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} along dim {dim}, but x has shape {tuple(x.shape)}"
     if checks_enabled():
@@ -167,10 +192,13 @@ def join_graph(x: Tensor, table: list[list[int]]) -> Tensor:
     """Return `x`, requiring a gradient if that of some rank does: without a backward here, that rank would wait in its own."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return x
-    if x.requires_grad or not torch.is_grad_enabled() or x.is_inference():
+    if x.requires_grad or not torch.is_grad_enabled():
         return x
     differentiable = x.is_floating_point() or x.is_complex()
-    return x.detach().requires_grad_() if differentiable and any(row[1] for row in table) else x
+    if not differentiable or not any(row[1] for row in table):
+        return x
+    alias = x.clone() if x.is_inference() else x.detach()  # autograd takes no inference tensor, only a copy
+    return alias.requires_grad_()
 
 
 @torch.library.custom_op("unisono_collectives::exchange", mutates_args=())

@@ -12,6 +12,7 @@ know the dtype, so bool, complex and float8 work everywhere. The algorithms depe
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,8 @@ from unisono.collectives.groups import backend_for
 # gloo takes up to twice as long when one message directly follows another.
 _TAGS = range(0x0A10, 0x0A18)
 _STRIDE = 0x10  # from the tag of one tensor to that of the next in start_hop
+# Backends do not add these integers. In a wider dtype the sum is the same, and it wraps around on the way back.
+_SUM_DTYPES = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 _turns: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
@@ -56,6 +59,8 @@ def reduce_scatter(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
     own = (sizes[pg.rank()], *x.shape[1:])
     if x.numel() == 0:  # the same on every rank
         return x.new_empty(own)
+    if x.dtype in _SUM_DTYPES:
+        return reduce_scatter(x.to(_SUM_DTYPES[x.dtype]), sizes, pg).to(x.dtype)
     if backend_for(x.device, pg) == "gloo":
         shares = x.split_with_sizes(list(sizes))
         arriving = [shares[r] if r == pg.rank() else x.new_empty(own) for r in range(pg.size())]
@@ -83,13 +88,14 @@ def sum_in_order(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def all_reduce(x: Tensor, pg: ProcessGroup) -> Tensor:
-    out = x.clone()
+    out = x.to(_SUM_DTYPES.get(x.dtype, x.dtype), copy=True)
     dist.all_reduce(out, group=pg)
-    return out
+    return out.to(x.dtype)
 
 
 def start_all_reduce(x: Tensor, pg: ProcessGroup) -> dist.Work:
     """Start to replace dense `x`, in place, by its sum over the ranks. Do not touch it before you have waited for the work."""
+    refuse_make_fx("all_reduce")
     work = dist.all_reduce(x, group=pg, async_op=True)
     if work is None:
         raise RuntimeError(f"all_reduce: this rank is not in group {pg.group_name!r}")
@@ -105,9 +111,9 @@ def broadcast(x: Tensor, root: int, pg: ProcessGroup) -> Tensor:
 
 def reduce(x: Tensor, root: int, pg: ProcessGroup) -> Tensor:
     """Return the sum on `root`, and zeros elsewhere: backends leave partial sums there."""
-    out = x.clone()
+    out = x.to(_SUM_DTYPES.get(x.dtype, x.dtype), copy=True)
     dist.reduce(out, group_dst=root, group=pg)
-    return out if pg.rank() == root else torch.zeros_like(x)
+    return out.to(x.dtype) if pg.rank() == root else torch.zeros_like(x)
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], pg: ProcessGroup) -> Tensor:
@@ -128,6 +134,7 @@ def start_hop(leaving: Sequence[Tensor], arriving: Sequence[Tensor], pg: Process
 
     All tensors are contiguous. Do not touch them before you have waited for every returned work, which keeps them alive.
     """
+    refuse_make_fx("Ring")
     target = (pg.rank() + 1) % pg.size()
     source = (pg.rank() - 1) % pg.size()
     if backend_for((*leaving, *arriving)[0].device, pg) == "gloo":
@@ -148,7 +155,27 @@ def start_hop(leaving: Sequence[Tensor], arriving: Sequence[Tensor], pg: Process
 
 def small_all_gather(message: Tensor, pg: ProcessGroup) -> Tensor:
     """Return the 1-D messages of all ranks, which have equal lengths, as (ranks, length)."""
-    return all_gather(message, [message.numel()] * pg.size(), pg).view(pg.size(), -1)
+    with untraced():
+        return all_gather(message, [message.numel()] * pg.size(), pg).view(pg.size(), -1)
+
+
+def is_traced_by_make_fx() -> bool:
+    """Return whether make_fx records what is called now. Its graph would have the sends and receives, but no wait for them."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def refuse_make_fx(name: str) -> None:
+    if is_traced_by_make_fx():
+        raise RuntimeError(f"{name}: make_fx cannot trace it: its graph would not wait for the messages. Use torch.compile")
+
+
+def untraced() -> AbstractContextManager[object]:
+    """Keep what is called inside out of a graph of make_fx, where its results are constants."""
+    if not is_traced_by_make_fx():
+        return nullcontext()
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    return disable_proxy_modes_tracing()
 
 
 def _exchange(

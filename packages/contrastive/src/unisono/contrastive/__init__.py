@@ -2,6 +2,7 @@
 
 from unisono.contrastive.clip import clip_loss, multi_tower_loss
 from unisono.contrastive.grad_cache import cached_backward
+from unisono.contrastive.hints import ContrastiveWarning
 from unisono.contrastive.modules import ClipLoss, NTXentLoss, SigmoidLoss, SupConLoss
 from unisono.contrastive.negative_queue import NegativeQueue
 from unisono.contrastive.retrieval import retrieval_metrics
@@ -11,6 +12,7 @@ from unisono.contrastive.supcon import supcon_loss
 
 __all__ = [
     "ClipLoss",
+    "ContrastiveWarning",
     "NTXentLoss",
     "NegativeQueue",
     "SigmoidLoss",

@@ -54,17 +54,17 @@ def clip_loss(
     decoupled: leave the positives out of the denominator (DCL, Yeh et al. 2021).
     hardness: weight negatives in proportion to exp(hardness * logit) (Robinson et al. 2020).
     direction: "x_to_y" takes only the rows of `x` as anchors, as in retrieval.
-    negatives: this rank's share of additional candidates for `x`, (any number, width), such as those of a NegativeQueue. They
-        have no gradient. Those of all ranks count. If `ids` are given, `negative_ids` must be given, too.
+    negatives: this rank's share of additional candidates for `x`, (any number, width), such as hard negatives, or those of a
+        NegativeQueue. Those of all ranks count. If `ids` are given, `negative_ids` must be given, too.
     sizes: each rank's number of rows, if you know them. Otherwise one small collective exchanges them.
     exchange: "gather" brings the `y` of all ranks at once, "ring" one rank's `y` after the other; "auto" decides by memory.
     logits: "keep" holds the logits of this rank's rows for the backward, "recompute" computes them again tile by tile; "auto"
         keeps up to 128 MiB.
     tile: the number of rows and columns of one tile of logits.
 
-    Backward: gradients for x, y, scale and weights. They are those of the global loss after averaging over the ranks, as DDP
-    and FSDP do (grad_reduce="mean"), or after adding them up ("sum"). The gradient of `scale` is the same on every rank. All
-    ranks must run it.
+    Backward: gradients for x, y, negatives, scale and weights. They are those of the global loss after averaging over the
+    ranks, as DDP and FSDP do (grad_reduce="mean"), or after adding them up ("sum"; also the one to take for a penalty on
+    gradients, see the README). The gradient of `scale` is the same on every rank. All ranks must run it.
 
     Example:
         >>> import torch

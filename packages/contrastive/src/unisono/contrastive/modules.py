@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from unisono.contrastive.clip import clip_loss
 from unisono.contrastive.sigmoid import sigmoid_loss
 from unisono.contrastive.simclr import ntxent_loss
 from unisono.contrastive.supcon import supcon_loss
+
+Number: TypeAlias = Tensor | float
 
 
 class _Loss(nn.Module):
@@ -39,6 +41,8 @@ class _Loss(nn.Module):
 
 
 class _LossWithScale(_Loss):
+    """Called as in open_clip, with the model's own scale and bias, or without them."""
+
     def __init__(self, init_scale: float, max_scale: float | None, **options: Any) -> None:
         super().__init__(**options)
         self.log_scale = _log_parameter(type(self).__name__, init_scale, max_scale)
@@ -48,12 +52,34 @@ class _LossWithScale(_Loss):
     def scale(self) -> Tensor:
         return _bounded_exp(self.log_scale, self.max_scale)
 
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Number | None = None,
+        logit_bias: Number | None = None,
+        *,
+        output_dict: bool = False,
+        **arguments: Any,
+    ) -> Tensor | dict[str, Tensor]:
+        scale = self.scale if logit_scale is None else logit_scale
+        loss = self._loss(image_features, text_features, scale, logit_bias, **self.options, **arguments)
+        return {"contrastive_loss": loss} if output_dict else loss
+
+    def _loss(self, x: Tensor, y: Tensor, scale: Number, bias: Number | None, **options: Any) -> Tensor:
+        raise NotImplementedError
+
 
 class ClipLoss(_LossWithScale):
     """clip_loss with a learned scale of at most `max_scale`, as in CLIP.
 
     The parameter `log_scale` has one element. Its gradient is the same on every rank, so the module is right inside DDP or
     FSDP and outside of them: nobody has to average the gradient. `options` are those of clip_loss.
+
+    The call `loss(x, y, **arguments)` takes the arguments of clip_loss. The names and the order of all others are open_clip's,
+    so that its training loop can use this module: loss(image_features, text_features, logit_scale, logit_bias,
+    output_dict=True). A `logit_scale` that the model owns takes the place of this module's, which then gets no gradient. A
+    softmax does not depend on a `logit_bias`, so its gradient is zero. `output_dict=True` returns {"contrastive_loss": loss}.
 
     Example:
         >>> import torch
@@ -69,14 +95,18 @@ class ClipLoss(_LossWithScale):
     def __init__(self, *, init_scale: float = 1 / 0.07, max_scale: float | None = 100.0, **options: Any) -> None:
         super().__init__(init_scale, max_scale, **options)
 
-    def forward(self, x: Tensor, y: Tensor, **arguments: Any) -> Tensor:
-        return clip_loss(x, y, self.scale, **self.options, **arguments)
+    def _loss(self, x: Tensor, y: Tensor, scale: Number, bias: Number | None, **options: Any) -> Tensor:
+        loss = clip_loss(x, y, scale, **options)
+        if isinstance(bias, Tensor) and bias.requires_grad:  # DDP waits for a gradient of each of its parameters
+            loss = loss + 0 * bias.sum().to(loss.dtype)
+        return loss
 
 
 class SigmoidLoss(_LossWithScale):
     """sigmoid_loss with a learned scale and bias, initially 10 and -10 as in SigLIP. `max_scale=None` sets no bound.
 
-    The gradients of `log_scale` and `bias` are the same on every rank, as in ClipLoss.
+    The gradients of `log_scale` and `bias` are the same on every rank, and the call is that of open_clip's SigLipLoss, as in
+    ClipLoss: a `logit_scale` or `logit_bias` of the model takes the place of this module's own.
 
     Example:
         >>> import torch
@@ -94,8 +124,8 @@ class SigmoidLoss(_LossWithScale):
         super().__init__(init_scale, max_scale, **options)
         self.bias = nn.Parameter(torch.full((1,), init_bias))
 
-    def forward(self, x: Tensor, y: Tensor, **arguments: Any) -> Tensor:
-        return sigmoid_loss(x, y, self.scale, self.bias, **self.options, **arguments)
+    def _loss(self, x: Tensor, y: Tensor, scale: Number, bias: Number | None, **options: Any) -> Tensor:
+        return sigmoid_loss(x, y, scale, self.bias if bias is None else bias, **options)
 
 
 class _LossWithTemperature(_Loss):

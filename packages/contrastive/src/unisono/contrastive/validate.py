@@ -10,6 +10,7 @@ from unisono.collectives import Group, all_reduce, average_gradient
 from unisono.collectives.checks import checks_enabled, describe
 from unisono.collectives.groups import resolve_group
 from unisono.collectives.sizes import all_gather_metadata, join_graph, metadata_lengths, raise_local_error, sizes_error
+from unisono.contrastive.hints import ContrastiveWarning, warn_of_likely_mistakes
 from unisono.contrastive.tiled.tiles import TilePlan, statistics_dtype
 
 _CHOICES = {
@@ -64,6 +65,10 @@ def validate_inputs(
     `options`: the other arguments of the caller. They must be the same on all ranks, except `logits`. `problem`: an error that
     the caller has found, or "". `names`: how the caller's own arguments for scale and ids are called.
     """
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{function}: the transforms of torch.func (grad, vmap, jvp and others) are not supported; use torch.autograd"
+        )
     ranks = resolve_group(group)
     same = ", ".join(f"{name}={value}" for name, value in options.items() if name != "logits")
     same += f", ids={ids is not None}, negatives={negatives is not None}"
@@ -76,13 +81,18 @@ def validate_inputs(
     if not problem and checks_enabled():
         problem = _finite_error({"x": x, "y": y, "weights": weights})
         same += f", scale={float(scale.detach() if isinstance(scale, Tensor) else scale)!r}"
+    if not problem and function != "retrieval_metrics":
+        try:
+            warn_of_likely_mistakes(function, x, y, scale, names[0])
+        except ContrastiveWarning as warning:  # by a filter "error": all ranks have to raise it
+            problem = str(warning)
     if problem:
-        columns = x if isinstance(x, Tensor) else torch.empty(0)
+        columns = x if isinstance(x, Tensor) else torch.empty(0, device="cpu")
     else:
         dtype = torch.promote_types(x.dtype, y.dtype)
         x, y = x.to(dtype), y.to(dtype)
         ids = None if ids is None else ids.to(torch.int64)
-        columns = y if negatives is None else torch.cat([y, negatives.to(dtype).detach()])
+        columns = y if negatives is None else torch.cat([y, negatives.to(dtype)])
     paired = negatives is None
     if not torch.compiler.is_compiling() and (sizes is None or not paired or checks_enabled()):
         wants_grad = not problem and x.requires_grad and torch.is_grad_enabled()
@@ -97,7 +107,8 @@ def validate_inputs(
 def shared_scalar(value: Tensor | float, group: Group) -> Tensor:
     """Return a scale or bias as a scalar tensor whose gradient is the same on all ranks. Its value must be so, too."""
     if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=torch.float64)  # on the CPU wherever the features are: no copy to wait for
+        # On the CPU wherever the features are, and whatever the default device is: no copy to wait for.
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     value = value.reshape(()).to(statistics_dtype(value.device))  # before any multiplication, because it may have 16 bits
     return average_gradient(value, group=group) if value.requires_grad else value
 

@@ -6,6 +6,7 @@ from unisono.dataparallel.replicas.broadcast import broadcast, reduce_add
 from unisono.dataparallel.replicas.parallel_apply import parallel_apply
 from unisono.dataparallel.replicas.replica_set import ReplicaSet
 from unisono.dataparallel.replicas.scatter_gather import Replicate, gather, scatter
+from unisono.dataparallel.weights import broadcast_parameters
 
 __all__ = [
     "GradientSync",
@@ -13,6 +14,7 @@ __all__ = [
     "Replicate",
     "SyncBatchNorm",
     "broadcast",
+    "broadcast_parameters",
     "convert_sync_batchnorm",
     "gather",
     "parallel_apply",

@@ -6,9 +6,10 @@ GradientConsumer: FusedUpdate applies such a rule; ParameterGradients collects g
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from unisono.embedding.lookup.storage import GroupShard
+    from unisono.embedding.parameters import ShardedTable
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class SGD:
 
     lr: float
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _validate_numbers(self)
 
     def states(self, weight: Tensor) -> dict[str, Tensor]:
         return {}
@@ -50,6 +55,9 @@ class RowwiseAdagrad:
     weight_decay: float = 0.0
     initial_accumulator_value: float = 0.0
 
+    def __post_init__(self) -> None:
+        _validate_numbers(self)
+
     def states(self, weight: Tensor) -> dict[str, Tensor]:
         return {"sum": weight.new_full((weight.shape[0],), self.initial_accumulator_value, dtype=state_dtype(weight))}
 
@@ -68,6 +76,9 @@ class Adagrad:
     eps: float = 1e-10
     weight_decay: float = 0.0
     initial_accumulator_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        _validate_numbers(self)
 
     def states(self, weight: Tensor) -> dict[str, Tensor]:
         return {"sum": torch.full_like(weight, self.initial_accumulator_value, dtype=state_dtype(weight))}
@@ -90,6 +101,9 @@ class Adam:
     eps: float = 1e-8
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        _validate_numbers(self)
+
     def states(self, weight: Tensor) -> dict[str, Tensor]:
         zeros = torch.zeros_like(weight, dtype=state_dtype(weight))
         return {"mean": zeros, "square": zeros.clone()}
@@ -103,6 +117,16 @@ class Adam:
         steps = int(state["step"])
         rate = lr * (1 - beta2**steps) ** 0.5 / (1 - beta1**steps)
         _add_rows(weight, rows, mean.div_(square.sqrt_().add_(self.eps)), -rate)
+
+
+def _validate_numbers(rule: Any) -> None:
+    """Raise ValueError if a number of the rule is negative, infinite or NaN, or a beta is not below 1."""
+    for field in fields(rule):
+        given = getattr(rule, field.name)
+        for number in given if isinstance(given, tuple) else [given]:
+            if not isinstance(number, int | float) or not 0 <= number < (1 if field.name == "betas" else math.inf):
+                limit = "from 0 to below 1" if field.name == "betas" else "not negative and finite"
+                raise ValueError(f"{type(rule).__name__}: {field.name}={given!r} must be {limit}")
 
 
 Rule = SGD | RowwiseAdagrad | Adagrad | Adam
@@ -119,6 +143,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": rule.lr, "weight_decay": rule.weight_decay})
         self.rule = rule
 
+    @property
+    def lr(self) -> float:
+        return float(self.param_groups[0]["lr"])
+
+    @property
+    def weight_decay(self) -> float:
+        return float(self.param_groups[0]["weight_decay"])
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do nothing: the backward has made the step."""
         return None if closure is None else closure()
@@ -126,16 +158,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "rule": self.rule}
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: no gradients are kept."""
-
 
 class GradientConsumer(ABC):
     """Takes the gradients of rows during a backward."""
 
     @abstractmethod
-    def begin(self) -> None:
-        """Start a backward."""
+    def needs_reached_tables(self) -> bool:
+        """Whether a row whose gradient is zero is treated otherwise than a row without a gradient."""
+
+    @abstractmethod
+    def begin(self, tables: Collection[int]) -> None:
+        """Start a backward, which has reached these tables."""
 
     def needs_square_sums(self) -> bool:
         """Whether `take` needs the sum of squares of each whole row."""
@@ -155,66 +188,90 @@ class GradientConsumer(ABC):
 
 
 class FusedUpdate(GradientConsumer):
-    """Applies gradients to the shards as they come. `frozen`: the tables that must not change."""
+    """Applies gradients to the shards as they come.
 
-    def __init__(self, optimizer: FusedOptimizer, steps: Tensor, frozen: Collection[int]) -> None:
+    `steps`: how many steps each table has made; the same on all ranks. Frozen tables do not change: as with torch's optimizers,
+    a table is frozen if its parameter required no gradient in the forward, or requires none in the backward.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer, steps: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
         self.optimizer = optimizer
         self.steps = steps
-        self.frozen = frozen
+        self.parameters = {k: parameter for k, parameter in enumerate(parameters) if parameter.requires_grad}
+        self.weight_decay = optimizer.weight_decay
+        self.step_counts: dict[int, int] = {}  # of the tables that this backward changes
 
-    def begin(self) -> None:
-        self.steps += 1
+    def needs_reached_tables(self) -> bool:
+        return counts_steps(self.optimizer.rule) or self.weight_decay != 0
+
+    def begin(self, tables: Collection[int]) -> None:
+        changing = [k for k, parameter in self.parameters.items() if k in tables and parameter.requires_grad]
+        for k in changing:
+            self.steps[k].add_(1)
+        counts = counts_steps(self.optimizer.rule)
+        self.step_counts = {k: int(self.steps[k]) if counts else 0 for k in changing}
         self.optimizer.step()  # does nothing, but schedulers check that it was called
 
     def needs_square_sums(self) -> bool:
         return isinstance(self.optimizer.rule, RowwiseAdagrad)
 
     def decay(self, shard: GroupShard, rows: Tensor, grads: Tensor) -> Tensor:
-        factor = float(self.optimizer.param_groups[0]["weight_decay"])
-        return grads.add(shard.weight.index_select(0, rows), alpha=factor) if factor else grads
+        return grads.add(shard.weight.index_select(0, rows), alpha=self.weight_decay) if self.weight_decay else grads
 
     @torch.no_grad()
     def take(self, shard: GroupShard, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
-        if self.frozen:
-            parts = shard.split(rows, rows)
-            keep = torch.cat([torch.full_like(own, x.table not in self.frozen, dtype=torch.bool) for x, own, _ in parts])
-            rows, grads = rows[keep], grads[keep]
-            square_sums = None if square_sums is None else square_sums[keep]
         grads = grads.to(state_dtype(shard.weight))
         squares = grads
         if self.needs_square_sums():
             squares = torch.linalg.vector_norm(grads, dim=1).square_() if square_sums is None else square_sums.to(grads.dtype)
             squares = squares / sum(shard.group.key.widths)
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.rule.step(shard.weight, rows.to(torch.int64), grads, shard.state, lr, squares)
+        lr, rule = self.optimizer.lr, self.optimizer.rule
+        counts = {self.step_counts.get(part.table) for part in shard.shards}
+        if len(counts) == 1 and None not in counts:  # all tables make the same step
+            state = shard.state | {"step": torch.tensor(counts.pop())}
+            rule.step(shard.weight, rows.to(torch.int64), grads, state, lr, squares)
+            return
+        for part, own in shard.split(rows):
+            if part.table in self.step_counts:
+                state = {name: shard.view(part, x) for name, x in shard.state.items()}
+                state["step"] = torch.tensor(self.step_counts[part.table])
+                own_rows = rows[own].to(torch.int64) - part.start
+                rule.step(shard.view(part), own_rows, grads[own], state, lr, squares[own])
 
     def results(self) -> Sequence[Tensor | None]:
         return (None,)
 
 
 class ParameterGradients(GradientConsumer):
-    """Collects the gradient of each table's parameter, dense or sparse.
+    """Collects the gradient of each table's parameter, dense or sparse. On a rank that holds nothing of a table it is empty."""
 
-    `shape_as`: gives a dense local gradient the form of the table's parameter (mostly a DTensor).
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], shape_as: Callable[[int, Tensor], Tensor], sparse: bool) -> None:
-        self.wanted = [parameter.requires_grad for parameter in parameters]  # a frozen table costs nothing
-        self.shape_as = shape_as
+    def __init__(self, modules: Sequence[ShardedTable], sparse: bool) -> None:
+        self.modules = modules
+        self.wanted = [module.weight.requires_grad for module in modules]  # a frozen table costs nothing
         self.sparse = sparse
+        self.reached: Collection[int] = ()
         self.parts: dict[int, list[tuple[Tensor, Tensor, torch.Size]]] = {}
 
-    def begin(self) -> None:
+    def needs_reached_tables(self) -> bool:
+        return True
+
+    def begin(self, tables: Collection[int]) -> None:
+        self.reached = [k for k in tables if self.wanted[k]]
         self.parts = {}
 
     def take(self, shard: GroupShard, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
-        for part, own_rows, sums in shard.split(rows, grads):
-            if self.wanted[part.table]:
+        for part, own in shard.split(rows):
+            if part.table in self.reached:
                 shape = torch.Size((part.box.shape[0], shard.weight.shape[1]))
-                self.parts.setdefault(part.table, []).append((own_rows.to(torch.int64), sums, shape))
+                own_rows = rows[own].to(torch.int64) - part.start
+                self.parts.setdefault(part.table, []).append((own_rows, grads[own], shape))
 
     def results(self) -> Sequence[Tensor | None]:
         parts, self.parts = self.parts, {}
+        for k in self.reached:
+            if k not in parts:
+                empty = self.modules[k].local[:0]
+                parts[k] = [(empty.new_empty(0, dtype=torch.int64), empty, empty.shape)]
         return [self._gradient(table, parts.get(table)) for table in range(len(self.wanted))]
 
     def _gradient(self, table: int, parts: list[tuple[Tensor, Tensor, torch.Size]] | None) -> Tensor | None:
@@ -228,14 +285,20 @@ class ParameterGradients(GradientConsumer):
         dense = parts[0][1].new_zeros(shape)
         for rows, sums, _ in parts:
             dense.index_copy_(0, rows, sums)
-        return self.shape_as(table, dense)
+        return self.modules[table].shape_as(dense)
 
 
-def make_states(rule: Rule | None, weight: Tensor, steps: Tensor) -> dict[str, Tensor]:
-    """The initial state of an optimizer. `steps`: the count that all tables share, for rules that need it."""
-    if rule is None:
-        return {}
-    return rule.states(weight) | ({"step": steps} if isinstance(rule, Adam) else {})
+def rule_error(rule: object) -> str:
+    """Say what is wrong with what a user gave as `optimizer`; "" if nothing is."""
+    if rule is None or (hasattr(rule, "states") and not isinstance(rule, type)):
+        return ""
+    given = rule.__name__ if isinstance(rule, type) else type(rule).__name__
+    return f"optimizer={given}: expected one of unisono.embedding, such as RowwiseAdagrad(lr=0.1)"
+
+
+def counts_steps(rule: Rule | None) -> bool:
+    """Whether the state of a table includes its number of steps."""
+    return isinstance(rule, Adam)
 
 
 def state_dtype(weight: Tensor) -> torch.dtype:

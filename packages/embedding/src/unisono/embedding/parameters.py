@@ -22,6 +22,8 @@ from unisono.embedding.table import Table
 # Meshes by process group, device type and order of ranks: a new mesh makes groups, which all their ranks have to do together.
 _meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
 
+_GROUP_NAME = "_unisono_sharded_over"  # an attribute of the parameters of which each rank holds a part
+
 
 def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Find the parameters of all sharded tables in `model`, by name.
@@ -54,6 +56,34 @@ def exclude_from_ddp(model: nn.Module) -> nn.Module:
     ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *sharded_parameters(model)}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     return model
+
+
+class LocalGradient(Tensor):
+    """The gradient of a `weight` that is this rank's part of a table as a plain tensor: a plain tensor itself.
+
+    But torch.nn.utils.clip_grad_norm_ raises: it would take the norm of this part for that of the table, each rank would
+    scale by another number, and the weights that the ranks have in common would drift apart.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.linalg.vector_norm, torch._foreach_norm):
+            raise TypeError(
+                "torch.nn.utils.clip_grad_norm_ sees only this rank's part of a sharded table: call "
+                "unisono.embedding.clip_grad_norm_ instead; gradient.detach() is the part as a plain tensor"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _mark_gradient(weight: Tensor) -> None:
+    if type(weight.grad) is Tensor:
+        weight.grad.__class__ = LocalGradient  # as_subclass does not know sparse tensors
+
+
+def sharded_over(parameter: Tensor) -> str:
+    """The name of the group whose ranks hold parts of this parameter of a table; "" if each rank has the whole of it."""
+    return str(getattr(parameter, _GROUP_NAME, ""))
 
 
 class ShardedTable(nn.Module):
@@ -93,6 +123,10 @@ class ShardedTable(nn.Module):
     def attach(self, shard: Tensor, states: Mapping[str, Tensor]) -> None:
         """Let the parameter and the state be views of `shard` and `states`. An existing parameter stays the same object."""
         fresh = nn.Parameter(self.shape_as(shard))
+        if self.ranks.size > 1 and not self.layout.is_replicated:
+            setattr(fresh, _GROUP_NAME, self.ranks.name)
+            if not isinstance(fresh, DTensor):
+                fresh.register_post_accumulate_grad_hook(_mark_gradient)
         if "weight" in self._parameters:
             fresh.requires_grad_(self.weight.requires_grad)
             torch.utils.swap_tensors(self.weight, fresh)

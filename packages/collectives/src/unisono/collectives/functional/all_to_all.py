@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from unisono.collectives.autograd import LinearMap, apply, disable_compile
-from unisono.collectives.checks import call_site, checks_enabled, describe, user_frame, validate_across_ranks
+from unisono.collectives.checks import call_site, checks_enabled, describe, tensor_error, user_frame, validate_across_ranks
 from unisono.collectives.groups import Group, GroupRanks, is_fake_group, process_group, resolve_group, small_message_device
 from unisono.collectives.sizes import (
+    Sizes,
     all_gather_metadata,
+    as_tuple,
     from_rows,
     join_graph,
     one_rank_sizes,
@@ -20,14 +22,15 @@ from unisono.collectives.sizes import (
     split_sizes,
     to_rows,
 )
+from unisono.collectives.wire import untraced
 
 
 def all_to_all_single(
     x: Tensor,
     dim: int = 0,
     *,
-    send_sizes: Sequence[int] | None = None,
-    receive_sizes: Sequence[int] | None = None,
+    send_sizes: Sizes = None,
+    receive_sizes: Sizes = None,
     group: Group = None,
 ) -> Tensor:
     """Split `x` along `dim`, send part r to rank r, and concatenate what arrives, in rank order.
@@ -42,6 +45,7 @@ def all_to_all_single(
     """
     name = "all_to_all_single"
     ranks = resolve_group(group)
+    receive_sizes = as_tuple(receive_sizes)
     send, problem = split_sizes("send_sizes", send_sizes, x, dim, ranks)
     problem = problem or sizes_error("receive_sizes", receive_sizes, ranks)
     if not problem and receive_sizes is not None and receive_sizes[ranks.rank] != send[ranks.rank]:
@@ -73,10 +77,11 @@ def all_to_all(xs: Sequence[Tensor], *, group: Group = None) -> list[Tensor]:
     receive = tuple(shape.numel() for shape in shapes)
     plan = LinearMap("all_to_all", ranks, tuple(x.numel() for x in xs), receive, call="all_to_all", site=call_site())
     received = apply(flat, plan).split(list(receive))
-    return [part.reshape(shape) for part, shape in zip(received, shapes, strict=True)]
+    # Copies: as views they would not allow changes in place, and each would keep the memory of all.
+    return [part.reshape(shape).clone() for part, shape in zip(received, shapes, strict=True)]
 
 
-def shift(x: Tensor, offset: int = 1, *, sizes: Sequence[int] | None = None, group: Group = None) -> Tensor:
+def shift(x: Tensor, offset: int = 1, *, sizes: Sizes = None, group: Group = None) -> Tensor:
     """Send `x` to rank + offset, counted in a ring: rank r gets what rank r - offset holds.
 
     Ranks may differ along the first dimension. `sizes`: every rank's length along it *before* the shift, if known; otherwise
@@ -130,7 +135,8 @@ def _all_to_all_integers(numbers: list[Any], name: str, ranks: GroupRanks) -> li
         device = small_message_device(pg, None)
     each = (1,) * ranks.size
     plan = LinearMap("all_to_all", ranks, each, each, call=f"sizes of {name}", site=call_site())
-    received: list[Any] = apply(torch.tensor(numbers, device=device), plan).tolist()
+    with untraced():
+        received: list[Any] = apply(torch.tensor(numbers, device=device), plan).tolist()
     return received
 
 
@@ -140,6 +146,8 @@ def _exchange_shapes(xs: Sequence[Tensor], ranks: GroupRanks) -> tuple[list[torc
     problem = ""
     if len(xs) != ranks.size or not all(isinstance(x, Tensor) for x in xs):
         problem = f"xs: expected {ranks.size} tensors, one for each rank, got {[describe(x) for x in xs]}"
+    elif any(map(tensor_error, xs)):
+        problem = next(filter(None, map(tensor_error, xs)))
     elif len({(x.dtype, x.device) for x in xs}) > 1:
         problem = f"xs: dtype and device must be the same in the whole list, got {[(describe(x), str(x.device)) for x in xs]}"
     needs_grad = not problem and torch.is_grad_enabled() and any(x.requires_grad for x in xs)

@@ -1,6 +1,5 @@
 """all_gather and gather: concatenate the tensors of all ranks, on every rank or on one."""
 
-from collections.abc import Sequence
 from typing import Literal, TypeVar, overload
 
 from torch import Tensor
@@ -9,22 +8,18 @@ from unisono.collectives.autograd import LinearMap, apply
 from unisono.collectives.checks import call_site, validate_choice, validate_rank
 from unisono.collectives.groups import Group, resolve_group
 from unisono.collectives.pytree import all_gather_tree
-from unisono.collectives.sizes import from_rows, one_rank_sizes, resolve_sizes, to_rows
+from unisono.collectives.sizes import Sizes, from_rows, gradient_error, one_rank_sizes, resolve_sizes, to_rows
 
 Tree = TypeVar("Tree")
 GatherGrad = Literal["sum", "slice"]
 
 
 @overload
-def all_gather(
-    x: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None, grad: GatherGrad = "sum", group: Group = None
-) -> Tensor: ...
+def all_gather(x: Tensor, dim: int = 0, *, sizes: Sizes = None, grad: GatherGrad = "sum", group: Group = None) -> Tensor: ...
 @overload
+def all_gather(x: Tree, dim: int = 0, *, sizes: Sizes = None, grad: GatherGrad = "sum", group: Group = None) -> Tree: ...
 def all_gather(
-    x: Tree, dim: int = 0, *, sizes: Sequence[int] | None = None, grad: GatherGrad = "sum", group: Group = None
-) -> Tree: ...
-def all_gather(
-    x: Tensor | Tree, dim: int = 0, *, sizes: Sequence[int] | None = None, grad: GatherGrad = "sum", group: Group = None
+    x: Tensor | Tree, dim: int = 0, *, sizes: Sizes = None, grad: GatherGrad = "sum", group: Group = None
 ) -> Tensor | Tree:
     """Concatenate `x` from every rank along `dim`, in rank order. Ranks may differ along `dim`, zero included.
 
@@ -45,13 +40,14 @@ def all_gather(
     kind = "all_gather_own" if grad == "slice" else "all_gather"
     if not isinstance(x, Tensor):
         return all_gather_tree(x, dim, sizes, kind, ranks)
-    x, lengths = resolve_sizes("all_gather", x, dim, sizes, ranks, same=f"grad={grad!r}")
+    problem = gradient_error(x) if grad == "sum" else ""
+    x, lengths = resolve_sizes("all_gather", x, dim, sizes, ranks, same=f"grad={grad!r}", problem=problem)
     own = (lengths[ranks.rank],)
     plan = LinearMap(kind, ranks, send=own, receive=lengths, call=f"all_gather(grad={grad!r})", site=call_site())
     return from_rows(apply(to_rows(x, dim), plan), dim)
 
 
-def gather(x: Tensor, dim: int = 0, *, root: int = 0, sizes: Sequence[int] | None = None, group: Group = None) -> Tensor:
+def gather(x: Tensor, dim: int = 0, *, root: int = 0, sizes: Sizes = None, group: Group = None) -> Tensor:
     """Concatenate `x` from every rank along `dim` on rank `root` of the group; the other ranks get length zero there.
 
     Backward: scatter. Every rank must run it, through the empty result on ranks other than `root`.

@@ -1,9 +1,10 @@
 """all_reduce, reduce, reduce_scatter, global_mean and average_gradient: sums, means, extremes and products over ranks."""
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, cast
 
 import torch
+import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from unisono.collectives.checks import call_site, checks_enabled, validate_choic
 from unisono.collectives.functional.gather import gather
 from unisono.collectives.groups import Group, GroupRanks, resolve_group
 from unisono.collectives.sizes import (
+    Sizes,
     all_gather_metadata,
     even_sizes,
     from_rows,
@@ -21,7 +23,8 @@ from unisono.collectives.sizes import (
     to_rows,
 )
 
-ReduceOp = Literal["sum", "avg", "max", "min", "product"]
+OpName = Literal["sum", "avg", "max", "min", "product"]
+ReduceOp = OpName | dist.ReduceOp.RedOpType  # torch's own: ReduceOp.SUM and so on
 ReduceGrad = Literal["sum", "identity"]
 GradReduce = Literal["mean", "sum"]
 
@@ -35,11 +38,13 @@ def all_reduce(x: Tensor, op: ReduceOp = "sum", *, grad: ReduceGrad = "sum", gro
     tensor parallelism, where every rank computes the same loss and gradients are not averaged. All ranks must run the
     backward. Only checked() compares shape, dtype and op.
 
+    `op` is a name, or torch's own ReduceOp.SUM and so on.
+
     Example, 2 ranks holding [1.] and [2.]:
         all_reduce(x)  ->  [3.] on both;  all_reduce(x, "max")  ->  [2.] on both
     """
     ranks = resolve_group(group)
-    validate_op("all_reduce", op, x)
+    op = validate_op("all_reduce", op, x)
     validate_choice("all_reduce", "grad", grad, ("sum", "identity"))
     if grad == "identity" and op != "sum":
         raise ValueError(f"all_reduce: grad='identity' goes with op='sum', not with op={op!r}")
@@ -66,7 +71,7 @@ def reduce(x: Tensor, op: ReduceOp = "sum", *, root: int = 0, group: Group = Non
         reduce(x)  ->  [3.] on rank 0, [0.] on rank 1
     """
     ranks = resolve_group(group)
-    validate_op("reduce", op, x)
+    op = validate_op("reduce", op, x)
     root = validate_rank("reduce", "root", root, ranks)
     call = f"reduce(op={op!r}, root={root})"
     rows = x.reshape(1) if x.ndim == 0 else x
@@ -82,9 +87,7 @@ def reduce(x: Tensor, op: ReduceOp = "sum", *, root: int = 0, group: Group = Non
     return result.reshape(x.shape)
 
 
-def reduce_scatter(
-    x: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None, op: ReduceOp = "sum", group: Group = None
-) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int = 0, *, sizes: Sizes = None, op: ReduceOp = "sum", group: Group = None) -> Tensor:
     """Reduce `x` elementwise over the ranks, split the result along `dim`, and give every rank its part.
 
     `sizes`: the length of each rank's part, which may be uneven; otherwise as even as possible, and one small message
@@ -97,7 +100,7 @@ def reduce_scatter(
     """
     name = "reduce_scatter"
     ranks = resolve_group(group)
-    validate_op(name, op, x)
+    op = validate_op(name, op, x)
     shares, problem = split_sizes("sizes", sizes, x, dim, ranks)
     problem = problem or ("x: a scalar cannot be split" if x.ndim == 0 else "")
     if sizes is None or checks_enabled():
@@ -119,6 +122,15 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
 
     Example, 2 ranks holding [1.] and [2., 6.]:
         global_mean(x)  ->  3. on both (the mean of the local means would be 2.5)
+
+    Example, the mean of cross_entropy(ignore_index=-100) over the labels of all ranks that are not ignored:
+        >>> import torch
+        >>> from torch.nn.functional import cross_entropy
+        >>> from unisono.collectives import global_mean
+        >>> logits, labels = torch.eye(3), torch.tensor([0, 1, -100])
+        >>> losses = cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+        >>> global_mean(losses, weights=labels != -100), cross_entropy(logits, labels)
+        (tensor(0.5514), tensor(0.5514))
     """
     validate_choice("global_mean", "grad_reduce", grad_reduce, ("mean", "sum"))
     validate_tensor("global_mean", x)
@@ -163,7 +175,7 @@ def average_gradient(x: Tensor, *, group: Group = None) -> Tensor:
     """
     validate_tensor("average_gradient", x)
     ranks = resolve_group(group)
-    if ranks.size == 1:
+    if ranks.size == 1 or not (x.is_floating_point() or x.is_complex()):  # integers have no gradient
         return x
     plan = LinearMap("copy", ranks, call="average_gradient", site=call_site())
     copied = apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
@@ -178,16 +190,24 @@ def _divide_gradient(x: Tensor, number: int) -> Tensor:
     return torch.where(x.isfinite(), divided, x)  # infinities have no difference
 
 
-def validate_op(function: str, op: str, x: Tensor) -> None:
+_OPS = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min", "PRODUCT": "product"}  # torch's names
+
+
+def validate_op(function: str, op: ReduceOp, x: Tensor) -> OpName:
+    """Return the name of `op`, which fits `x`."""
     validate_tensor(function, x)
-    validate_choice(function, "op", op, ("sum", "avg", "max", "min", "product"))
+    if isinstance(op, int):
+        raise TypeError(f"{function}: op={op!r} is not a reduction; the rank that gets the result is root={op}")
+    name = op if isinstance(op, str) else _OPS.get(str(op).rpartition(".")[2], str(op))
+    validate_choice(function, "op", name, tuple(_OPS.values()))
     floating = x.is_floating_point() or x.is_complex()
-    if op == "avg" and not floating:
+    if name == "avg" and not floating:
         raise TypeError(f"{function}: op='avg' needs a floating point or complex tensor, got {x.dtype}")
-    if op in ("max", "min") and x.is_complex():
-        raise TypeError(f"{function}: op={op!r} needs an ordered dtype, got {x.dtype}")
+    if name in ("max", "min") and x.is_complex():
+        raise TypeError(f"{function}: op={name!r} needs an ordered dtype, got {x.dtype}")
     if x.is_floating_point() and x.dtype.itemsize == 1:
         raise TypeError(f"{function}: {x.dtype} can be moved but not reduced; convert it first, to bfloat16 for instance")
+    return cast(OpName, name)
 
 
 def _averaged(rows: Tensor, op: str, ranks: GroupRanks, add_up: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,7 +1,5 @@
 """broadcast and scatter: send the tensor of one rank to all ranks, whole or in parts."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -9,13 +7,14 @@ from unisono.collectives.autograd import LinearMap, apply, disable_compile
 from unisono.collectives.checks import (
     call_site,
     describe,
+    tensor_error,
     user_frame,
     validate_across_ranks,
     validate_rank,
     validate_tensor,
 )
 from unisono.collectives.groups import Group, GroupRanks, resolve_group
-from unisono.collectives.sizes import dim_error, from_rows, join_graph, one_rank_sizes, split_sizes, to_rows
+from unisono.collectives.sizes import Sizes, from_rows, gradient_error, join_graph, one_rank_sizes, split_sizes, to_rows
 
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)  # the same on every rank
 
@@ -33,20 +32,20 @@ def broadcast(x: Tensor, *, root: int = 0, group: Group = None) -> Tensor:
     """
     ranks = resolve_group(group)
     validate_tensor("broadcast", x)
+    if problem := gradient_error(x):
+        raise TypeError(f"broadcast: {problem}")
     root = validate_rank("broadcast", "root", root, ranks)
     plan = LinearMap("broadcast", ranks, root=root, call=f"broadcast(root={root})", site=call_site())
     return apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
 
 
 @disable_compile  # the receivers know shape and dtype only at run time
-def scatter(
-    x: Tensor | None, dim: int = 0, *, root: int = 0, sizes: Sequence[int] | None = None, group: Group = None
-) -> Tensor:
+def scatter(x: Tensor | None, dim: int = 0, *, root: int = 0, sizes: Sizes = None, group: Group = None) -> Tensor:
     """Split `x` of rank `root` of the group along `dim` and give every rank its part.
 
-    On the other ranks `x` is None, or a tensor of length zero along `dim`, through which second derivatives can be taken.
-    `sizes`: the length of each part, given on `root`; otherwise as even as possible. The receivers get sizes, shape and
-    dtype in one small message. torch.compile breaks the graph here.
+    On the other ranks `x` is not used. Pass None, or any tensor: its gradient is zero, and second derivatives can be taken
+    through it. `sizes`: the length of each part, given on `root`; otherwise as even as possible. The receivers get sizes,
+    shape and dtype in one small message. torch.compile breaks the graph here.
 
     Backward: gather to `root`. All ranks must run it.
 
@@ -57,14 +56,16 @@ def scatter(
     root = validate_rank("scatter", "root", root, ranks)
     metadata = _broadcast_metadata(x, dim, root, sizes, ranks)
     dtype = _DTYPES[metadata[0]]
-    on_cpu = bool(metadata[2])
+    needs_grad, on_cpu = bool(metadata[1]), bool(metadata[2])
     ndim = metadata[3]
     shape = metadata[4 : 4 + ndim]
     lengths = tuple(metadata[4 + ndim :])
     if ranks.rank != root:
         shape[dim] = 0
         device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
-        x = torch.empty(shape, dtype=dtype, device=device) if x is None else x.to(dtype).reshape(shape)
+        x = torch.empty(shape, dtype=dtype, device=device) if x is None else x.reshape(-1)[:0].to(dtype).reshape(shape)
+        if not needs_grad and not torch._C._are_functorch_transforms_active():
+            x = x.detach()  # otherwise this rank would wait in backward for the root, which has none
     assert x is not None  # validated by _broadcast_metadata
     x = join_graph(x, [metadata])
     send = lengths if ranks.rank == root else (0,) * ranks.size
@@ -73,14 +74,11 @@ def scatter(
     return from_rows(apply(to_rows(x, dim), plan), dim)
 
 
-def _broadcast_metadata(x: Tensor | None, dim: int, root: int, sizes: Sequence[int] | None, ranks: GroupRanks) -> list[int]:
+def _broadcast_metadata(x: Tensor | None, dim: int, root: int, sizes: Sizes, ranks: GroupRanks) -> list[int]:
     """Return, on every rank, of the root's `x`: dtype, whether it needs a gradient and is on the CPU, ndim, shape, sizes."""
     metadata: list[int] = []
     if ranks.rank != root:
-        empty = x is None or (not dim_error(x, dim) and x.ndim > 0 and x.shape[dim] == 0)
-        problem = (
-            "" if empty else f"x must be None (or of length 0 along dim {dim}) on ranks other than {root}, got {describe(x)}"
-        )
+        problem = "" if x is None else tensor_error(x)
     elif not isinstance(x, Tensor) or x.ndim == 0:
         problem = f"x: expected a Tensor of at least one dimension on root={root}, got {describe(x)}"
     else:

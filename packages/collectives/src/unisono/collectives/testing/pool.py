@@ -78,6 +78,7 @@ class RankPool:
         self.folder = Path(tempfile.mkdtemp(prefix="unisono-ranks-"))
         self.connections: list[Connection] = []
         self.processes: list[Any] = []
+        self._senders: list[threading.Thread] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -102,10 +103,11 @@ class RankPool:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"run_ranks: fn must be a top-level function, and its arguments must pickle: {error}") from error
         self.usable = False  # until every rank has returned
-        for connection in self.connections:
-            with suppress(OSError):  # a dead rank: _collect will report it
-                connection.send_bytes(request)
         try:
+            for connection in self.connections:
+                # In a thread: a rank that is stopped does not read, and a large message would wait for it.
+                self._senders.append(threading.Thread(target=_send, args=(connection, request), daemon=True))
+                self._senders[-1].start()
             reports, results = self._collect(time.monotonic() + timeout)
         except BaseException:  # an interrupt, or a result that does not unpickle: leave no rank behind
             self.close()
@@ -113,6 +115,7 @@ class RankPool:
         if any(report.state != "returned" for report in reports):
             self.close()
             raise RanksFailed(getattr(fn, "__qualname__", repr(fn)), reports)
+        self._senders.clear()  # what has returned has been received
         self.usable = True
         return results
 
@@ -156,16 +159,18 @@ class RankPool:
     def close(self) -> None:
         """End the processes."""
         patience = 1.0 if self.usable else 0.0  # after a failure, ranks may wait for each other for ever
+        if self.usable:
+            for connection in self.connections:
+                _send(connection, b"")
         self.usable = False
-        for connection in self.connections:
-            with suppress(OSError):
-                connection.send_bytes(b"")
         deadline = time.monotonic() + patience
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
+        for sender in self._senders:
+            sender.join()  # nobody is left to read: it has ended
         for connection in self.connections:
             connection.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -242,6 +247,11 @@ def _start(process: Any, rank: int) -> None:
                 server.ensure_running()
         with mock.patch.object(forkserver, "connect_to_new_process", _fork_servers[place].connect_to_new_process):
             process.start()
+
+
+def _send(connection: Connection, message: bytes) -> None:
+    with suppress(OSError):  # a dead rank: _collect will report it
+        connection.send_bytes(message)
 
 
 def _stacks_file(folder: Path, rank: int) -> Path:

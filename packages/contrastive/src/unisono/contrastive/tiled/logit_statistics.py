@@ -6,7 +6,7 @@ computes the tiles again, unless they were small enough to keep. Second derivati
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -219,8 +219,25 @@ class _LogitStatisticsFunction(torch.autograd.Function):
             found = iter(torch.autograd.grad(outputs, wanted, known_grads, create_graph=True, materialize_grads=True))
             return *(next(found) if needed else None for needed in wants), *(None,) * 2
         saved = SavedForBackward(rest[: ctx.saved_columns], rest[ctx.saved_columns :])
-        dx, dy, dscale = backward(x, y, scale, ids, plan, statistics, grads, saved, wants_y=wants[1])
-        return dx, dy, dscale.to(scale.dtype), *(None,) * 2
+
+        def gradients(*grads: Tensor) -> tuple[Tensor | None, ...]:
+            dx, dy, dscale = backward(x, y, scale, ids, plan, statistics, LogitStatistics(*grads), saved, wants_y=wants[1])
+            return dx, dy, dscale.to(scale.dtype)
+
+        if any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):
+            return *_one_by_one(gradients, grads), *(None,) * 2
+        return *gradients(*grads), *(None,) * 2
+
+
+def _one_by_one(function: Callable[..., tuple[Tensor | None, ...]], grads: Sequence[Tensor]) -> list[Tensor | None]:
+    """Call `function` for each of a batch of gradients, which jacobian(vectorize=True) sends through one backward."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    batched = next(grad for grad in grads if torch._C._functorch.is_legacy_batchedtensor(grad))
+    size = torch._remove_batch_dim(batched, level, 0, 0).shape[0]
+    whole = [torch._remove_batch_dim(grad, level, size, 0) for grad in grads]
+    results = zip(*(function(*each) for each in zip(*whole, strict=True)), strict=True)
+    return [None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level) for parts in results]
 
 
 @without_autocast

@@ -51,7 +51,7 @@ def validate_parameters(parameters: Tensor | Iterable[Tensor]) -> tuple[list[Ten
             return [], f"parameters[{place}]: expected a Tensor, got {type(p).__name__}"
         if is_lazy(p):
             return [], f"parameters[{place}] has no shape yet: call its lazy module once first"
-        if _is_dtensor(p):
+        if is_dtensor(p):
             return [], (
                 f"parameters[{place}] {_SHARDED}, {describe(p)}: each rank holds other rows of it, which must not be "
                 "averaged over ranks; leave it out"
@@ -77,7 +77,7 @@ def find_local_gradients(
             found = parameters[place]
         else:
             found = grad
-        if spec.fits(found) and (type(found) is Tensor or not _is_dtensor(found)):
+        if spec.fits(found) and (type(found) is Tensor or not is_dtensor(found)):
             continue
         if found.is_sparse and spec.fits(found, layout=torch.sparse_coo):
             codes.append(place * _KINDS + found.sparse_dim())
@@ -169,6 +169,7 @@ def _describe(spec: GradientSpec) -> str:
     return f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}"
 
 
-def _is_dtensor(x: Tensor) -> bool:
+def is_dtensor(x: Tensor) -> bool:
+    """Return whether `x` is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")  # whoever made a DTensor has imported it; importing it here takes time
     return module is not None and isinstance(x, module.DTensor)

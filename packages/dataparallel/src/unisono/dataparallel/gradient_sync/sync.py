@@ -25,6 +25,7 @@ from unisono.dataparallel.gradient_sync.presence import (
     parameter_signature,
     validate_parameters,
 )
+from unisono.dataparallel.weights import raise_if_weights_differ
 
 BUCKET_BYTES = 25 * 2**20
 _IN_FLIGHT = 3  # buckets at a time, outside overlap(): one is filled while others are reduced
@@ -52,7 +53,9 @@ def sync_gradients(
     gradient cannot be synced: one small message compares them first. DTensor parameters raise TypeError: the shards of a
     table are different rows on each rank, not copies to average. Leave them out.
 
-    To reuse the memory of the buckets from step to step, and to overlap with backward, make a GradientSync once.
+    The weights are not compared: ranks that start from different ones stay different. Call broadcast_parameters(module) before
+    the first step, or use GradientSync, whose first call compares them. It also reuses the memory of the buckets from step to
+    step and can overlap with backward.
 
     Example, 2 ranks whose p.grad is [1.] and [3.]:
         sync_gradients([p])  ->  p.grad is [2.] on both
@@ -66,7 +69,7 @@ def sync_gradients(
         >>> model.weight.grad
         tensor([[3., 3.]])
     """
-    GradientSync(parameters, reduce=reduce, group=group, bucket_bytes=bucket_bytes)()
+    GradientSync(parameters, reduce=reduce, group=group, bucket_bytes=bucket_bytes, compare_weights=False)()
 
 
 class GradientSync:
@@ -74,6 +77,11 @@ class GradientSync:
 
     The arguments are those of sync_gradients. All ranks validate them together in every call; parameters may be frozen,
     unfrozen, moved or converted between calls.
+
+    The first call also compares the weights, by a checksum of each parameter: equal gradients keep ranks equal only if they
+    start so. If a parameter differs, all ranks raise an error that names it; broadcast_parameters(module) makes them equal.
+    compare_weights=False leaves this out, for ranks whose weights differ by design. Later calls compare nothing. Buffers are
+    never compared.
 
     Example:
         >>> import torch
@@ -93,6 +101,7 @@ class GradientSync:
         reduce: GradReduce = "mean",
         group: Group = None,
         bucket_bytes: int = BUCKET_BYTES,
+        compare_weights: bool = True,
     ) -> None:
         self.reduce = reduce
         self.group = group
@@ -110,6 +119,7 @@ class GradientSync:
         self._plans: dict[int | None, tuple[tuple[int, ...], list[Bucket]]] = {}
         self._buffers = Buffers()
         self._overlapping = False
+        self._compare_next = compare_weights
         self._abandoned = 0  # buckets that were sent before a block raised: if ranks differ in it, their buckets do not match
 
     def __call__(self) -> None:
@@ -119,6 +129,7 @@ class GradientSync:
         if local.problem and self._refresh():
             local = find_local_gradients(self._parameters, self._specs)
         found = self._validate("sync", local, ranks)
+        self._compare_weights(ranks)
         if ranks.size > 1:
             with self._communicating(ranks):
                 self._reduce_sparse(local.grads, found.sparse, ranks)
@@ -136,6 +147,9 @@ class GradientSync:
         ranks may use different parameters, give the GradientSync a group of its own, `group=dist.new_group()`: within one
         group, all ranks must communicate in the same order.
 
+        Memory: the buckets of all gradients stay allocated between steps, as in DDP: as much again as the gradients themselves.
+        A call outside of overlap() needs three buckets only.
+
         The ranks validate the call in one small message on entering and one on leaving. If the block raises on one rank, the
         error propagates there at once, and the gradients are as its own backward left them. The other ranks wait for its
         buckets, and raise when its process ends or the group's timeout has passed.
@@ -143,6 +157,7 @@ class GradientSync:
         ranks = self._begin()
         self._refresh()
         self._validate(f"overlap, expecting {self._expected}", LocalGradients([], [], ""), ranks)
+        self._compare_weights(ranks)
         buckets = self._buckets(self._expected, None) if ranks.size > 1 else []
         launcher = BucketLauncher(self._parameters, self._specs, buckets, self._scale(ranks), ranks)
         self._overlapping = True
@@ -200,8 +215,18 @@ class GradientSync:
         problem = self._problem or local.problem or device_error(self._devices, ranks)
         if self._abandoned:
             step = f"{step}, after blocks that raised when {self._abandoned} buckets had been sent"
+        if self._compare_next:
+            step = f"first {step}"
         with torch.inference_mode(False):
             return exchange_presence(self._specs, local._replace(problem=problem), (step, options, self._signature), ranks)
+
+    def _compare_weights(self, ranks: GroupRanks) -> None:
+        """Do it in the first call. Frozen parameters count, too: all ranks compute with them."""
+        if self._compare_next:
+            named = {f"parameters[{place}]": p for place, p in enumerate(self._given)}
+            advice = "Call broadcast_parameters(module) before the first step, or pass compare_weights=False if this is meant."
+            raise_if_weights_differ("GradientSync", named, ranks, advice)
+            self._compare_next = False
 
     def _scale(self, ranks: GroupRanks) -> float:
         return 1 / ranks.size if self.reduce == "mean" else 1.0

@@ -24,7 +24,8 @@ class Replicas:
     """One replica of `module` for each of `devices`, for one caller at a time, from prepare() to release().
 
     prepare() copies the parameters, differentiably if they require a gradient; it copies frozen ones only if they have
-    changed. Replicas on the module's own device use its parameters themselves. Every replica has its own buffers.
+    changed. Replicas on the module's own device use its parameters themselves. Every replica has its own copies of the
+    buffers, which are differentiable if the buffer requires a gradient.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device], bucket_bytes: int) -> None:
@@ -47,7 +48,8 @@ class Replicas:
         found = self._copy_to([x for x in parameters if x.requires_grad], targets)
         for target in targets:
             found[target] |= self._frozen[target].refresh(frozen, bucket_bytes=self._bucket_bytes)
-        with torch.inference_mode(False), torch.no_grad():
+        grad_enabled = torch.is_grad_enabled()  # a buffer may require a gradient, too
+        with torch.inference_mode(False), torch.set_grad_enabled(grad_enabled):
             rows = broadcast(buffers, [self._devices[i] for i in active], bucket_bytes=self._bucket_bytes)
         own = {i: {id(x): copy for x, copy in zip(buffers, row, strict=True)} for i, row in zip(active, rows, strict=True)}
         self._tensors = {i: found[self._devices[i]] | own[i] for i in active}

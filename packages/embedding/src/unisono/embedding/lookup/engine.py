@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from unisono.collectives import Group
 from unisono.collectives.autograd import disable_compile
@@ -19,6 +20,7 @@ from unisono.collectives.groups import GroupRanks, process_group, resolve_group
 from unisono.embedding.lookup.input_dist import IncomingRequest, input_dist
 from unisono.embedding.lookup.lookup import lookup
 from unisono.embedding.lookup.output_dist import Pooling, output_dist, plan_pooling
+from unisono.embedding.lookup.reached import Reached
 from unisono.embedding.lookup.storage import LookupOptions, ShardStorage
 from unisono.embedding.optimizers import FusedOptimizer, Rule
 from unisono.embedding.ragged import Ragged
@@ -53,8 +55,9 @@ class LookupEngine:
 
     @disable_compile
     def finish(self, inputs: DistributedInput) -> dict[str, Tensor]:
-        rows = lookup(self.storage, inputs.incoming)
-        return output_dist(self.storage, rows, inputs.incoming, inputs.poolings)
+        reached = Reached(range(len(self.storage.tables)))
+        rows = lookup(self.storage, inputs.incoming, reached)
+        return output_dist(self.storage, rows, inputs.incoming, inputs.poolings, reached)
 
 
 class EngineModule(nn.Module):
@@ -79,6 +82,10 @@ class EngineModule(nn.Module):
         """Copy the storage, and let the parameters be views of the copy."""
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
+        for module in self.engine.storage.modules:  # torch cannot copy a DTensor that begins within its memory
+            weight = module.weight
+            if isinstance(weight, DTensor):
+                memo[id(weight)] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         made.engine.storage.attach(made.engine.storage.modules)
         return made
@@ -100,7 +107,7 @@ class Prefetcher:
             self.ranks = resolve_group(made)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="unisono-prefetch")
         weakref.finalize(self, self.pool.shutdown, wait=False)
-        self.started: tuple[Mapping[str, Any], Future[DistributedInput]] | None = None
+        self.started: tuple[Mapping[str, Any], list[int], Future[DistributedInput]] | None = None
 
     def start(self, features: Mapping[str, Any], inputs: Mapping[str, Ragged], error: str) -> None:
         self.drop()
@@ -115,16 +122,19 @@ class Prefetcher:
             with torch.set_grad_enabled(enabled):
                 return self.engine.start(inputs, self.ranks, error)
 
-        self.started = features, self.pool.submit(run)
+        self.started = features, _versions(inputs), self.pool.submit(run)
 
-    def take(self, features: Mapping[str, Any]) -> DistributedInput | None:
-        """Return what was started for these features, if all ranks have it; otherwise drop it on all of them."""
+    def take(self, features: Mapping[str, Any], inputs: Mapping[str, Ragged]) -> DistributedInput | None:
+        """Return what was started for these features, if all ranks have it; otherwise drop it on all of them.
+
+        Tensors that were changed in place since then are other features.
+        """
         if self.started is None:
             return None
-        started_features, future = self.started
+        started_features, versions, future = self.started
         function, device = f"{self.engine.storage.options.function}.prefetch", self.engine.storage.options.device
         same = "forward after prefetch"
-        numbers = [int(_same_tensors(started_features, features))]
+        numbers = [int(_same_tensors(started_features, features) and versions == _versions(inputs))]
         rule = "All ranks must prefetch, or none."
         try:
             table = validate_across_ranks(
@@ -144,7 +154,13 @@ class Prefetcher:
         started = self.started
         self.started = None  # first: an interrupt during the wait must not leave an old batch behind
         if started is not None:
-            started[1].exception()
+            started[-1].exception()
+
+
+def _versions(inputs: Mapping[str, Ragged]) -> list[int]:
+    """How often each tensor was changed in place. Tensors made in inference mode do not count it."""
+    tensors = [x for bags in inputs.values() for x in bags if isinstance(x, Tensor)]
+    return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def _same_tensors(a: Mapping[str, Any], b: object) -> bool:

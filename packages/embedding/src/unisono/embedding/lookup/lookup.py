@@ -16,13 +16,17 @@ from unisono.collectives import all_gather, all_to_all_single
 from unisono.collectives.groups import GroupRanks, as_group
 from unisono.embedding.lookup.input_dist import IncomingRequest
 from unisono.embedding.lookup.kernels import Deduplicated, deduplicate, sum_bags, sum_duplicates, sum_duplicates_in_blocks
+from unisono.embedding.lookup.reached import Reached
 from unisono.embedding.lookup.storage import GroupShard, ShardStorage
 from unisono.embedding.optimizers import FusedUpdate, GradientConsumer, ParameterGradients
 from unisono.embedding.sharding.table_groups import TableGroup
 
 
-def lookup(storage: ShardStorage, incoming: Sequence[IncomingRequest]) -> Tensor:
-    """Read what all ranks request from this one, flat: rank after rank, table group after table group."""
+def lookup(storage: ShardStorage, incoming: Sequence[IncomingRequest], reached: Reached) -> Tensor:
+    """Read what all ranks request from this one, flat: rank after rank, table group after table group.
+
+    `reached`: the backward of output_dist says by it what the backward of this has to do.
+    """
     storage.follow_parameters()
     for request in incoming:
         if request.group.key.max_norm is not None:
@@ -31,20 +35,20 @@ def lookup(storage: ShardStorage, incoming: Sequence[IncomingRequest]) -> Tensor
     parameters: list[Tensor] = [module.weight for module in storage.modules]
     consumer: GradientConsumer
     if storage.optimizer is None:
-        consumer = ParameterGradients(parameters, lambda k, x: storage.modules[k].shape_as(x), storage.options.sparse)
+        consumer = ParameterGradients(storage.modules, storage.options.sparse)
     else:
-        frozen = {k for k, parameter in enumerate(parameters) if not parameter.requires_grad}
-        consumer = FusedUpdate(storage.optimizer, storage.steps, frozen)
-        parameters = [torch.zeros((), requires_grad=len(frozen) < len(parameters))]  # only ties the output into the graph
+        consumer = FusedUpdate(storage.optimizer, storage.steps, parameters)
+        parameters = [torch.zeros((), requires_grad=storage.requires_grad())]  # only ties the output into the graph
+    reached.matters = consumer.needs_reached_tables()
     factor = 1 / storage.ranks.size if storage.options.grad_reduce == "mean" else 1.0
     like = torch.empty(0, dtype=storage.options.dtype, device=storage.options.device)
-    flat: Tensor = LookupFunction.apply(incoming, storage.ranks, factor, consumer, like, *parameters)
+    flat: Tensor = LookupFunction.apply(incoming, storage.ranks, factor, consumer, reached, like, *parameters)
     return flat
 
 
 class LookupFunction(torch.autograd.Function):
-    """forward(incoming, ranks, factor, consumer, like, *parameters): the responses to all ranks, flat, rank after rank, table
-    group after table group. `parameters` only tie the output into the graph; `like` gives dtype and device.
+    """forward(incoming, ranks, factor, consumer, reached, like, *parameters): the responses to all ranks, flat, rank after
+    rank, table group after table group. `parameters` only tie the output into the graph; `like` gives dtype and device.
 
     Backward: the gradient of each row that was requested, summed over all ranks and times `factor`, goes to the consumer.
     """
@@ -56,10 +60,11 @@ class LookupFunction(torch.autograd.Function):
         ranks: GroupRanks,
         factor: float,
         consumer: GradientConsumer,
+        reached: Reached,
         like: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.incoming, ctx.ranks, ctx.factor, ctx.consumer = incoming, ranks, factor, consumer
+        ctx.incoming, ctx.ranks, ctx.factor, ctx.consumer, ctx.reached = incoming, ranks, factor, consumer, reached
         ctx.save_for_backward(*(request.rows for request in incoming))
         held = [request for request in incoming if request.shard is not None]
         found = [_read_rows(request) for request in held]
@@ -77,18 +82,24 @@ class LookupFunction(torch.autograd.Function):
         held = [request for request in ctx.incoming if request.shard is not None]
         widths = [request.shard.weight.shape[1] for request in held]
         counts = [request.response_counts for request in held]
-        if len(held) == 1:
-            grads = [grad.reshape(sum(counts[0]), widths[0])]
-        else:
-            sizes = [n[rank] * width for rank in range(ctx.ranks.size) for n, width in zip(counts, widths, strict=True)]
-            blocks = grad.split_with_sizes(sizes)
-            grads = [torch.cat(blocks[k :: len(held)]).view(sum(counts[k]), widths[k]) for k in range(len(held))]
-        ctx.consumer.begin()
+        grads = _split_by_request(grad, counts, widths)
+        ctx.consumer.begin(ctx.reached.tables)
         remaining = iter(grads)
+        marks = iter(() if ctx.reached.responses is None else _split_by_request(ctx.reached.responses, counts, [1] * len(held)))
         for request in ctx.incoming:  # in the same order on all ranks, since some of it communicates
             own = grad.new_empty((0, 0)) if request.shard is None else next(remaining)
-            _consume_gradients(request, own, ctx.factor, ctx.consumer, ctx.ranks)
-        return None, None, None, None, None, *ctx.consumer.results()
+            marked = None if request.shard is None else next(marks, None)
+            _consume_gradients(request, own, marked, ctx.factor, ctx.consumer, ctx.ranks)
+        return None, None, None, None, None, None, *ctx.consumer.results()
+
+
+def _split_by_request(flat: Tensor, counts: Sequence[Sequence[int]], widths: Sequence[int]) -> list[Tensor]:
+    """For each request of which this rank holds a shard, the (responses, width) of all ranks. `flat`: rank after rank."""
+    if len(counts) == 1:
+        return [flat.reshape(sum(counts[0]), widths[0])]
+    by_rank = zip(*counts, strict=True)
+    blocks = flat.split_with_sizes([n * width for row in by_rank for n, width in zip(row, widths, strict=True)])
+    return [torch.cat(blocks[k :: len(counts)]).view(sum(counts[k]), widths[k]) for k in range(len(counts))]
 
 
 def _read_rows(request: IncomingRequest) -> Tensor:
@@ -100,11 +111,24 @@ def _read_rows(request: IncomingRequest) -> Tensor:
 
 
 def _consume_gradients(
-    request: IncomingRequest, grads: Tensor, factor: float, consumer: GradientConsumer, ranks: GroupRanks
+    request: IncomingRequest,
+    grads: Tensor,
+    reached: Tensor | None,
+    factor: float,
+    consumer: GradientConsumer,
+    ranks: GroupRanks,
 ) -> None:
-    """`grads`: of the responses. If this rank has no shard they are empty, but have the right dtype and device."""
+    """`grads`: of the responses. If this rank has no shard they are empty, but have the right dtype and device.
+
+    `reached`: for each response whether it has a gradient; None: all have.
+    """
     group, shard = request.group, request.shard
     rows, bags, weights, frequencies = request.rows, request.bags(), request.weights, request.frequencies
+    if reached is not None:
+        keep = reached[:, 0] if bags is None else reached[:, 0].index_select(0, bags)
+        rows, bags = rows[keep], keep.nonzero()[:, 0] if bags is None else bags[keep]
+        weights = None if weights is None else weights[keep]
+        frequencies = None if frequencies is None else frequencies[keep]
     if group.is_replicated and ranks.size > 1:  # first the sums of this rank, then those of all
         dedup = deduplicate(rows)
         sums = sum_duplicates(grads, bags, dedup, weights)

@@ -3,8 +3,9 @@
 One autograd Function serves all table groups, so the backward is one exchange too, in the same order on all ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +17,7 @@ from unisono.collectives import all_to_all_single
 from unisono.collectives.groups import as_group
 from unisono.embedding.lookup.input_dist import FeatureIds, IncomingRequest, OutgoingRequest
 from unisono.embedding.lookup.kernels import sum_bags, sum_duplicates
+from unisono.embedding.lookup.reached import Reached, list_features, place_responses
 from unisono.embedding.lookup.storage import ShardStorage
 
 _BLOCK = 16384  # ids whose rows are held at once for the gradient of their weights
@@ -35,6 +37,10 @@ class Pooling:
     def offsets(self) -> Tensor:
         assert self.lengths is not None
         return self.lengths.cumsum(0) - self.lengths
+
+    def output_rows(self, x: FeatureIds) -> int:
+        """How many rows a feature of request.by_rows has in the end."""
+        return (x.ids if self.lengths is None else x.lengths).numel()
 
     @property
     def drops_ids(self) -> bool:
@@ -66,16 +72,18 @@ def plan_pooling(request: OutgoingRequest) -> Pooling:
 
 
 def output_dist(
-    storage: ShardStorage, flat: Tensor, incoming: Sequence[IncomingRequest], poolings: list[Pooling]
+    storage: ShardStorage, flat: Tensor, incoming: Sequence[IncomingRequest], poolings: list[Pooling], reached: Reached
 ) -> dict[str, Tensor]:
-    """Send the rows that `lookup` read to the ranks that requested them, and pool what arrives: a tensor for each feature."""
+    """Send the rows that `lookup` read to the ranks that requested them, and pool what arrives: a tensor for each feature.
+
+    `reached`: filled by the backward.
+    """
     received = _exchange_responses(storage, flat, incoming, poolings)
-    weights = [_join_weights(pooling.request, received) for pooling in poolings]
-    outputs = PoolFunction.apply(received, storage.ranks.rank, storage.ranks.size, poolings, *weights)
-    names: list[str] = []
-    for pooling in poolings:
-        names += [x.feature for x in pooling.request.by_rows]
-        names += [x.feature for bags in pooling.request.by_bags for x in bags]
+    outgoing = [pooling.request for pooling in poolings]
+    weights = [_join_weights(request, received) for request in outgoing]
+    find_reached = partial(reached.find, storage, outgoing, incoming)
+    outputs = PoolFunction.apply(received, storage.ranks.rank, storage.ranks.size, poolings, find_reached, *weights)
+    names = [x.feature for request in outgoing for x in list_features(request)]
     return dict(zip(names, outputs, strict=True))
 
 
@@ -114,9 +122,10 @@ def _join_weights(request: OutgoingRequest, like: Tensor) -> Tensor | None:
 class PoolFunction(torch.autograd.Function):
     """Make the features of all table groups from the responses of all ranks.
 
-    forward(flat, rank, world_size, poolings, *weights): `flat` has, from each rank in turn, for each table group, the
-    rows and sums of its shard; `weights`: the joined weights of request.by_rows of each pooling, or None. Returns the features
-    of all poolings: those pooled here, then those that their owners summed, group shard by group shard.
+    forward(flat, rank, world_size, poolings, find_reached, *weights): `flat` has, from each rank in turn, for each table group,
+    the rows and sums of its shard; `find_reached` is told in the backward which features have a gradient; `weights`: the joined
+    weights of request.by_rows of each pooling, or None. Returns the features of all poolings: those pooled here, then those
+    that their owners summed, group shard by group shard.
 
     Backward: each response gets the sum of the gradients of the bags it is in, scaled as it was; a weight gets the product of
     its row and its bag's gradient.
@@ -124,9 +133,16 @@ class PoolFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, flat: Tensor, rank: int, world_size: int, poolings: list[Pooling], *weights: Tensor | None
+        ctx: Any,
+        flat: Tensor,
+        rank: int,
+        world_size: int,
+        poolings: list[Pooling],
+        find_reached: Callable[[list[bool]], None],
+        *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.rank, ctx.poolings, ctx.dtype = rank, poolings, flat.dtype
+        ctx.rank, ctx.poolings, ctx.find_reached, ctx.dtype = rank, poolings, find_reached, flat.dtype
+        ctx.set_materialize_grads(False)  # a feature outside the loss has None
         outputs: list[Tensor] = []
         saved_columns: list[list[Tensor]] = []
         all_maxima: list[Tensor | None] = []
@@ -135,10 +151,10 @@ class PoolFunction(torch.autograd.Function):
             pieces = [_pool(responses, pooling, own_weights) for responses in columns]
             all_maxima += [maxima for _, maxima in pieces]
             pooled = _join_columns([out for out, _ in pieces])
-            sizes = [(x.ids if pooling.lengths is None else x.lengths).numel() for x in pooling.request.by_rows]
+            sizes = [pooling.output_rows(x) for x in pooling.request.by_rows]
             outputs += pooled.split_with_sizes(sizes) if sizes else []
             outputs += _read_sums(columns, pooling.request)
-            saved_columns.append(columns if ctx.needs_input_grad[4 + k] else [])  # for the gradient of the weights
+            saved_columns.append(columns if ctx.needs_input_grad[5 + k] else [])  # for the gradient of the weights
         saved = [*weights, *(x for columns in saved_columns for x in columns), *all_maxima]
         ctx.save_for_backward(flat.new_empty(0), *saved)  # never nothing: a second backward shall raise as torch's do
         ctx.column_counts = [len(columns) for columns in saved_columns]
@@ -147,7 +163,9 @@ class PoolFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.needs_input_grad[0]:
+            ctx.find_reached([grad is not None for grad in grads])
         remaining, saved = iter(grads), iter(ctx.saved_tensors[1:])
         all_weights = [next(saved) for _ in ctx.poolings]
         all_columns = [[next(saved) for _ in range(count)] for count in ctx.column_counts]
@@ -157,9 +175,12 @@ class PoolFunction(torch.autograd.Function):
         for k, pooling in enumerate(ctx.poolings):
             request: OutgoingRequest = pooling.request
             edges = [0, *accumulate(request.group.key.widths)]
-            pooled_grads = [next(remaining) for _ in request.by_rows]
-            sum_grads = [[_divide_mean(next(remaining), x) for x in bags] for bags in request.by_bags]
             no_grads = torch.zeros((0, edges[-1]), dtype=ctx.dtype, device=request.dedup.unique.device)
+            pooled_grads = [_or_zeros(next(remaining), pooling.output_rows(x), no_grads) for x in request.by_rows]
+            sum_grads = [
+                [_divide_mean(_or_zeros(next(remaining), x.lengths.numel(), no_grads), x) for x in bags]
+                for bags in request.by_bags
+            ]
             joined = torch.cat(pooled_grads) if pooled_grads else no_grads
             if pooling.divisors is not None:
                 joined = joined / pooling.divisors[:, None]
@@ -168,13 +189,15 @@ class PoolFunction(torch.autograd.Function):
                 columns = slice(edges[j], edges[j + 1])
                 rows = _row_gradients(joined[:, columns], pooling, all_weights[k], all_maxima[k][j])
                 if len(ctx.poolings) == 1 and request.is_rows_only:
-                    return rows.reshape(-1), None, None, None, *weight_grads
-                for i, shard_grads in enumerate(sum_grads):
-                    owner = request.group.owner(i, j, ctx.rank)
-                    own_rows = rows[request.cuts[i] : request.cuts[i + 1]]
-                    parts.setdefault((owner, k), []).extend([own_rows, *(grad[:, columns] for grad in shard_grads)])
+                    return rows.reshape(-1), None, None, None, None, *weight_grads
+                sums = [[grad[:, columns] for grad in shard_grads] for shard_grads in sum_grads]
+                place_responses(parts, k, request, j, ctx.rank, rows, sums)
         ordered = [part.reshape(-1) for place in sorted(parts) for part in parts[place]]
-        return torch.cat(ordered) if ordered else None, None, None, None, *weight_grads
+        return torch.cat(ordered) if ordered else None, None, None, None, None, *weight_grads
+
+
+def _or_zeros(grad: Tensor | None, rows: int, like: Tensor) -> Tensor:
+    return like.new_zeros((rows, like.shape[1])) if grad is None else grad
 
 
 def _join_columns(pieces: list[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from unisono.collectives import Group, broadcast
 from unisono.collectives.checks import validate_across_ranks
 from unisono.collectives.groups import as_group, process_group, resolve_group, small_message_device
 from unisono.embedding.hashing import mix_seed
-from unisono.embedding.optimizers import FusedOptimizer, Rule, make_states, state_dtype
+from unisono.embedding.optimizers import FusedOptimizer, Rule, counts_steps, rule_error, state_dtype
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.sharding.layouts import Layout
 from unisono.embedding.sharding.table_groups import TableGroup, TableShard, group_tables, number_rows
@@ -61,12 +61,11 @@ class GroupShard:
         rows = self.group.padding_rows[self.number]
         return torch.tensor(rows, device=self.weight.device) if rows else None
 
-    def split(self, rows: Tensor, values: Tensor) -> list[tuple[TableShard, Tensor, Tensor]]:
-        """Split sorted rows and their values by table; rows are then numbered within the table's shard."""
+    def split(self, rows: Tensor) -> list[tuple[TableShard, slice]]:
+        """Say which of the sorted rows belong to each table."""
         starts = torch.tensor([shard.start for shard in self.shards], device=rows.device, dtype=rows.dtype)
         cuts = [*torch.searchsorted(rows, starts).tolist(), len(rows)]
-        parts = [slice(cuts[k], cuts[k + 1]) for k in range(len(self.shards))]
-        return [(shard, rows[part] - shard.start, values[part]) for shard, part in zip(self.shards, parts, strict=True)]
+        return [(shard, slice(cuts[k], cuts[k + 1])) for k, shard in enumerate(self.shards)]
 
 
 class ShardStorage:
@@ -83,7 +82,8 @@ class ShardStorage:
         self.groups = group_tables(self.tables, self.layouts, self.ranks.size)
         self.row_numberings = number_rows(self.groups, self.tables)
         self.table_of_feature = {name: k for k, table in enumerate(self.tables) for name in table.features}
-        self.steps = torch.zeros((), dtype=torch.int64, device="cpu")  # of a fused optimizer; the same on all ranks
+        # How many steps a fused optimizer has made with each table: the same on all ranks.
+        self.steps = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in self.tables]
         self.shards = [self._make_shard(group) for group in self.groups]  # None: this rank holds nothing of the group
         self.modules: list[ShardedTable] = []
         self.optimizer: FusedOptimizer | None = None
@@ -97,6 +97,7 @@ class ShardStorage:
             error = f"grad_reduce={options.grad_reduce!r} is neither 'mean' nor 'sum'"
         if options.wire_dtype not in (None, torch.bfloat16, torch.float16):
             error = f"wire_dtype={options.wire_dtype!r} is none of None, torch.bfloat16, torch.float16"
+        error = rule_error(self.rule) or error
         try:
             assigned = [layout.assign_ranks(self.ranks.size) for layout in layouts]
         except ValueError as layout_error:
@@ -126,10 +127,18 @@ class ShardStorage:
         shard, column = place
         shape = (group.heights[shard], group.key.widths[column])
         weight = _empty_rows(shape, dtype=self.options.dtype, device=self.options.device)
-        return GroupShard(group, shard, weight, make_states(self.rule, weight, self.steps))
+        return GroupShard(group, shard, weight, {} if self.rule is None else self.rule.states(weight))
 
     def requires_grad(self) -> bool:
         return any(module.weight.requires_grad for module in self.modules)
+
+    def describe_training(self) -> str:
+        """What the backward does, as far as it must be the same on all ranks and may change from step to step."""
+        frozen = [module.table.name for module in self.modules if not module.weight.requires_grad]
+        words = f"; frozen: {', '.join(frozen)}" if frozen else ""
+        if self.optimizer is not None:
+            words += f"; lr={self.optimizer.lr}, weight_decay={self.optimizer.weight_decay}"
+        return words
 
     def owner_pools(self, number: int, weights: Tensor | None) -> bool:
         """Whether the owner of a table sums the bags. The gradient of a weight needs its row, and so does a maximum."""
@@ -147,13 +156,13 @@ class ShardStorage:
         self.modules = list(modules)
         views: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
         for shard, part in self._table_shards():
-            states = {name: x if x.ndim == 0 else shard.view(part, x) for name, x in shard.state.items()}
-            views[part.table] = shard.view(part), states
+            views[part.table] = shard.view(part), {name: shard.view(part, x) for name, x in shard.state.items()}
         for number, module in enumerate(modules):
             if number not in views:
                 empty = torch.empty((0, module.table.dim), dtype=self.options.dtype, device=self.options.device)
-                views[number] = empty, make_states(self.rule, empty, self.steps)
-            module.attach(*views[number])
+                views[number] = empty, {} if self.rule is None else self.rule.states(empty)
+            weight, states = views[number]
+            module.attach(weight, states | ({"step": self.steps[number]} if counts_steps(self.rule) else {}))
         if self.rule is not None and self.optimizer is None:
             self.optimizer = FusedOptimizer([module.weight for module in modules], self.rule)
 
@@ -211,7 +220,8 @@ class ShardStorage:
             name_hash = int.from_bytes(hashlib.blake2b(module.table.name.encode(), digest_size=7).digest(), "little")
             if not module.local.is_meta and module.local.numel():
                 draw_weights(module.table, module.box, module.local, seed=mix_seed(seed, name_hash))
-        self.steps.zero_()
+        for steps in self.steps:
+            steps.zero_()
         for shard in self.shards:
             if shard is not None and self.rule is not None and len(shard.weight) and not shard.weight.is_meta:
                 for name, first in self.rule.states(shard.weight[:1]).items():
@@ -230,8 +240,6 @@ def _empty_rows(shape: tuple[int, int], *, dtype: torch.dtype, device: torch.dev
 
 def _convert_state(state: Tensor, weight: Tensor) -> Tensor:
     """Move an optimizer's state to the device of the weight, in the dtype that it needs there."""
-    if state.ndim == 0:
-        return state
     if state.is_meta:
         return torch.zeros_like(state, device=weight.device, dtype=state_dtype(weight))
     return state.to(weight.device, state_dtype(weight))

@@ -87,6 +87,8 @@ class RowNumbering(NamedTuple):
     def to_group_rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         if len(self.shifts) == 1:
             return torch.add(ids.to(dtype), self.shifts[0])
+        if self.chunk_size >= 2**31:  # torch would cut it to 32 bits beside int32 ids, silently
+            ids = ids.to(torch.int64)
         shifts = torch.tensor(self.shifts, dtype=dtype, device=ids.device)
         return shifts.index_select(0, torch.div(ids, self.chunk_size, rounding_mode="floor")).add_(ids)
 
