@@ -55,6 +55,7 @@ def test_rows_that_are_no_rows_are_skipped(tmp_path):
     assert batch.captions == ["good"] * 2
     reasons = [skip.reason for skip in batch.skipped]
     assert reasons == ["broken row", "broken row", "empty caption", "empty caption", "empty caption"]
+    assert [skip.name for skip in batch.skipped][::2] == ["a.csv, row 2", "a.csv, row 5: 0.png", "a.csv, row 7: 0.png"]
     assert pairs.captions(range(len(pairs))).count("") == 5 and len(pairs.concepts(range(len(pairs)))) == 7
 
 

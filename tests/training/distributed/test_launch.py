@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unisono_models.training.distributed.launch import shard_chunks, shard_range, start_ranks
+from unisono_models.training.distributed.launch import Ranks, shard_chunks, shard_range, start_ranks
 from unisono_models.training.errors import UserError
 
 
@@ -40,6 +40,10 @@ def in_a_group_that_exists():
     with pytest.raises(ValueError, match="as it is"), start_ranks():
         raise ValueError("as it is")
     assert dist.is_initialized()
+
+
+def test_the_number_of_ranks_is_good_english():
+    assert [Ranks(0, size, 0, torch.device("cpu")).described for size in (1, 2)] == ["1 rank", "2 ranks"]
 
 
 def test_a_group_that_exists_is_used_and_left_alone(ranks):

@@ -175,6 +175,8 @@ def test_numbers_are_short_and_columns_aligned():
     assert '<td data-column="a" class="number">0.5000</td>' in html and '<td data-column="b">x</td>' in html
     assert '<td data-column="a" class="number">2.500</td>' in html_table([{"a": 12.345}, {"a": 2.5}])
     assert '<td data-column="a" class="number">0.0006</td>' in html_table([{"a": 0.2}, {"a": 0.0006127}])
+    mixed = html_table([{"a": 139.4088}, {"a": 0.25}, {"a": 4.0}])
+    assert all(f">{text}</td>" in mixed for text in ("139.4", "0.2500", "4")), "metrics of one table can differ in scale"
     assert '<td class="code">1e-05</td>' in key_value_table({"lr": 1e-05}, code=True)
 
 

@@ -82,7 +82,7 @@ def train(config: Config, session: Session) -> None:
             last=loop.last_step,
             workers=config.data.workers,
         )
-        count = f"{len(train_pairs):,} pairs, {loop.steps:,} steps of {sampler.batch} on {ranks.world_size} ranks"
+        count = f"{len(train_pairs):,} pairs, {loop.steps:,} steps of {sampler.batch} on {ranks.described}"
         loop.say(f"{session.directory.path}: {count}")
         for remark in describe_sizes(config.data, datasets):
             loop.say(remark)

@@ -68,7 +68,7 @@ def train(config: Config, session: Session) -> None:
         seen = loop.state.get("seen", 0)
         loop.say(
             f"{run.path}: {len(datasets.train):,} images, {loop.steps:,} steps, global batch of {sampler.batch:,}, "
-            f"{ranks.world_size} ranks"
+            f"{ranks.described}"
         )
         for note in (*datasets.notes, *describe_small_sets(datasets, config.evaluation)):
             loop.say(note)

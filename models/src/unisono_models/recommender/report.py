@@ -108,7 +108,7 @@ def _introduction(config: Config, evaluator: Evaluator, metrics: Mapping[str, fl
         f"A model of kind {model.kind}, with embeddings of {model.dim}, was trained on {datasets.train.rows:,} rows of "
         f"{config.data.source}, in {config.run.steps:,} steps of {rows:,}, and tested on {datasets.test.rows:,} other rows. "
         f"Its features are {features}.{f' The run ended early {ended_early}.' if ended_early else ''}\n\n"
-        f"Its tables are sharded over {evaluator.ranks.world_size} ranks. It was tested once, {tested}. The test did not "
+        f"Its tables are sharded over {evaluator.ranks.described}. It was tested once, {tested}. The test did not "
         "influence the training."
     )
 

@@ -58,7 +58,7 @@ def train(config: Config, session: Session) -> None:
         if datasets.ratings is not None and not loop.first_step and ranks.first:  # every rank has read the same rows
             skipped.count(datasets.ratings.read, datasets.ratings.skipped)
         skipped.check(config.data.max_broken)
-        rows = f"{datasets.train.rows:,} rows, {loop.steps:,} steps of {config.data.batch:,} on {ranks.world_size} ranks"
+        rows = f"{datasets.train.rows:,} rows, {loop.steps:,} steps of {config.data.batch:,} on {ranks.described}"
         loop.say(f"{session.directory.path}: {rows}")
         notes = [*describe_data(config, given, datasets), *datasets.notes]
         for note in [*notes, *([skipped.report()] if not streamed else [])]:

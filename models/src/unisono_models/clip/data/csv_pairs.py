@@ -108,13 +108,18 @@ class CsvPairs:
                 if caption:
                     image = read_image_bytes(resolve_path(path, file.root))
             except (OSError, ValueError) as error:
-                yield make_skip(index, f"{self._name(index)}: {path}", "unreadable file", error)
+                yield make_skip(index, self._name(index), "unreadable file", error)
                 continue
             yield EncodedPair(index, image, caption, parse_concept(concept, caption))
 
     def _name(self, index: int) -> str:
+        """Return the place of a row and the image that it names."""
         file, row = self._locate(index)
-        return f"{file.path.name}, row {row + 1}"
+        place = f"{file.path.name}, row {row + 1}"
+        try:
+            return f"{place}: {file.texts(row)[0]}"
+        except (OSError, ValueError):
+            return place
 
 
 def resolve_path(path: str, root: Path) -> str:

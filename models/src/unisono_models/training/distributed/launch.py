@@ -44,6 +44,11 @@ class Ranks:
         """Whether this is rank 0, which writes the files and prints to the user."""
         return self.rank == 0
 
+    @property
+    def described(self) -> str:
+        """How many ranks there are, for people: "1 rank", "2 ranks"."""
+        return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+
     def shard(self, count: int) -> range:
         """Return the rows of `count` that belong to this rank: see `shard_range`."""
         return shard_range(count, self.rank, self.world_size)

@@ -107,10 +107,10 @@ def print_next_commands(run: RunDirectory, commands: Mapping[str, str]) -> None:
 
 
 def _aligned(values: Sequence[object]) -> list[str]:
-    """Format a column of numbers below 1000 with the same number of decimals. Empty cells stay empty."""
+    """Format a column of numbers below 100 with the same number of decimals. Empty cells stay empty."""
     texts = [format_number(value) for value in values]
     given = [(value, text) for value, text in zip(values, texts, strict=True) if text]
-    if all(isinstance(value, float) and abs(value) < 1000 and "e" not in text for value, text in given):
+    if all(isinstance(value, float) and abs(value) < 100 and "e" not in text for value, text in given):
         decimals = max((len(text.partition(".")[2]) for _, text in given), default=0)
         if any(isinstance(value, float) and abs(value) >= 0.01 for value, _ in given):
             decimals = min(decimals, 4)
