@@ -145,6 +145,7 @@ def test_seeds_are_one_column_and_configs_several(runs):
         "|---|---|---|---|",
         "| vendor/recall@1 | 0.450 ± 0.050 | 0.100 | 0.900 |",
     ]
+    assert "| vendor/rows | 10 |  |  |" in tabulate_runs(paths), "a count has no decimals"
     assert "| 0.45000 ± 0.05000 |" in tabulate_runs(paths, ["*recall*"], digits=5)
     with pytest.raises(UserError, match=r"--metrics \*auc: no metric has such a name\. There are vendor/recall@1, vendor/rows"):
         tabulate_runs(paths, ["*auc"])

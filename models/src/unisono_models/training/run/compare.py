@@ -288,6 +288,8 @@ def _cell(values: Sequence[float | None], digits: int) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return ""
+    if len(set(known)) == 1 and abs(known[0]) > 1 and float(known[0]).is_integer():  # a count; 0 and 1 may be fractions
+        return f"{known[0]:,.0f}"
     mean = sum(known) / len(known)
     furthest = max(abs(value - mean) for value in known)
     return f"{mean:.{digits}f}" + (f" ± {furthest:.{digits}f}" if len(known) > 1 else "")
