@@ -41,7 +41,7 @@ def main(args: Sequence[str]) -> int:
     """
     place = next((place for place in range(len(args)) if _names_model(args, place)), None)
     if place is None:
-        raise UserError(f"there is no model {args[0] if args else ''!r}")
+        raise UserError(f"there is no model {args[0] if args else ''!r}: take clip, gan or recommender")
     torchrun_options, model = list(args[:place]), args[place]
     nproc, options = _split_nproc(args[place + 1 :])
     importlib.import_module(f"unisono_models.{model}.recipes").RECIPES.choose(options)

@@ -210,7 +210,7 @@ def tabulate_runs(runs: Sequence[Path], metrics: Sequence[str] = ("*",), *, digi
         except (OSError, ValueError) as error:
             notes.append(f"{path}: cannot be read as a run: {error}")
     if not columns:
-        raise UserError("compare: there is no run to compare. " + ("; ".join(notes) or "Give the directories of runs: runs/*"))
+        raise UserError("there is no run to compare. " + ("; ".join(notes) or "Give the directories of runs: runs/*"))
     names = list(dict.fromkeys(name for column in columns for values in column.values.values() for name in values))
     chosen = [name for name in names if any(fnmatch(name, pattern) for pattern in metrics)]
     if names and not chosen:
