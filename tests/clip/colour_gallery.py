@@ -60,4 +60,5 @@ def colour_gallery() -> tuple[Gallery, ColourClip]:
         return Image.new("RGB", (size, size), tuple(round(255 * part) for part in table[index].tolist()))
 
     clip = ColourClip()
-    return Gallery(clip, items, F.normalize(table, dim=1), draw=draw, credits=["Nobody (CC0-1.0)"]), clip  # type: ignore[arg-type]
+    options: dict[str, Any] = {"credits": ["Nobody (CC0-1.0)"], "examples": ["a cat in love", "orange"]}
+    return Gallery(clip, items, F.normalize(table, dim=1), draw=draw, **options), clip  # type: ignore[arg-type]

@@ -101,7 +101,7 @@ def test_frozen_parameters_are_absent():
     assert found.keys() == {name for name, p in module.named_parameters() if p.requires_grad}
     assert not any(name.startswith(("clip.text.trunk.", "clip.image.trunk.patch_embed")) for name in found)
     assert found["clip.image.trunk.blocks.0.norm1.weight"] == (0.5**6, 0.0)  # as deep as if none were frozen
-    with pytest.raises(ValueError, match="optimizer: every parameter is frozen: there is nothing to train"):
+    with pytest.raises(ValueError, match=r"every parameter is frozen, so there is nothing to train: --model.image.no-frozen"):
         make_optimizer(module.requires_grad_(False), CONFIG)
 
 

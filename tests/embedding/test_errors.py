@@ -9,10 +9,13 @@ from tests.embedding.reference import DIM, ROWS, layouts
 from unisono.collectives import MismatchError
 from unisono.embedding import (
     SGD,
+    Adagrad,
+    Adam,
     EmbeddingCollection,
     IdOutOfRange,
     Layout,
     Ragged,
+    RowwiseAdagrad,
     ShardedEmbedding,
     ShardedEmbeddingBag,
     Table,
@@ -152,6 +155,25 @@ def test_an_id_out_of_range_is_an_index_error_that_names_rank_and_place(ranks):
     ranks(an_id_is_an_index_error, world_size=2)
 
 
+def a_feature_is_a_key_error() -> None:
+    """Only ValueError caught it."""
+    collection = EmbeddingCollection(TABLES, plan="row")
+    for wrong in ({**BATCH, "usr": BAGS}, {"user": BAGS, "word": IDS}):
+        with pytest.raises(KeyError) as caught:
+            collection(wrong)
+        text = str(caught.value)
+        assert "the features are user, seen, word" in text and "\\n" not in text, text
+        with pytest.raises(KeyError):
+            collection(wrong if dist.get_rank() == 1 else BATCH)
+    for call in (collection.weight, collection.full_weight, lambda name: collection.reset_rows(name, IDS)):
+        with pytest.raises(KeyError, match=r"there is no table 'usr'; the tables are \['user', 'item', 'word'\]"):
+            call("usr")
+
+
+def test_an_unknown_feature_or_table_is_a_key_error_that_names_the_known_ones(ranks):
+    ranks(a_feature_is_a_key_error, world_size=2)
+
+
 def gradients_on_some_ranks() -> None:
     odd = dist.get_rank() == 1
     for plan in ("row", "table", "replicated"):
@@ -255,8 +277,23 @@ A, B = Table("a", 5, 2), Table("b", 5, 2)
         (lambda: Table("a", 5, 2, mode="min"), "Table 'a': mode='min' is not one of"),
         (lambda: Table("a.b", 5, 2), "Table 'a.b': the name must not be empty or have a dot"),
         (lambda: Table("a", 5, 2, features=["x", "x"]), "Table 'a': features=.* has a name twice"),
-        (lambda: EmbeddingCollection([A, A]), "EmbeddingCollection: tables and features need different names"),
-        (lambda: EmbeddingCollection([A, Table("b", 5, 2, features=["a"])]), "tables and features need different names"),
+        (lambda: EmbeddingCollection([A, A]), "EmbeddingCollection: tables and outputs need different names"),
+        (
+            lambda: EmbeddingCollection(
+                [A, Table("b", 5, 2, features=["c", "c@a"]), Table("a@", 5, 2, ["c@a"]), Table("a", 5, 2, ["c"])]
+            ),
+            "need different names",
+        ),
+        (lambda: EmbeddingCollection([A], plan={"a": "row", "c": "row"}), "plan has a layout for 'c', which is no table"),
+        (lambda: EmbeddingCollection([A], optimizer=SGD), "optimizer=SGD: expected one of unisono.embedding"),
+        (lambda: EmbeddingCollection([A], plan="row", optimizer=torch.optim.SGD), "optimizer=SGD: expected one of"),
+        (lambda: Table("a", 5.0, 2), r"Table 'a': rows=5\.0 and dim=2 must be integers"),
+        (lambda: Table(3, 5, 2), "Table 3: the name and features="),
+        (lambda: SGD(lr=-0.1), r"SGD: lr=-0\.1 must be not negative and finite"),
+        (lambda: Adam(lr=float("nan")), "Adam: lr=nan must be not negative and finite"),
+        (lambda: Adam(lr=0.1, betas=(0.9, 1.0)), r"Adam: betas=\(0\.9, 1\.0\) must be from 0 to below 1"),
+        (lambda: RowwiseAdagrad(lr=0.1, eps=-1), "RowwiseAdagrad: eps=-1 must be"),
+        (lambda: Adagrad(lr=0.1, weight_decay=float("inf")), "Adagrad: weight_decay=inf must be"),
         (lambda: EmbeddingCollection([A, Table("items", 5, 2)]), r"tables cannot be called \['items'\]"),
         (lambda: EmbeddingCollection([A, B], plan={"a": "row"}), "plan has no layout for table 'b'; it has"),
         (lambda: EmbeddingCollection([A, B], plan={"a": "row", "b": "rows"}), "EmbeddingCollection: plan='rows' is neither"),

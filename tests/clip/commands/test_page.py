@@ -153,6 +153,15 @@ def test_everything_has_a_name_for_those_who_do_not_see(page):
     assert roles == {"search", "status", "list"}
 
 
+def test_page_shows_some_of_the_images_before_the_first_search(page):
+    samples = "return [...document.querySelectorAll('#samples button')].filter(e => e.checkVisibility()).map(e => e.title)"
+    shown = page.wait(lambda: page.browser.execute_script(samples))
+    assert shown[:2] == ["red heart", "orange heart"] and "hand: dark skin tone" not in shown
+    page.browser.find_element(By.CSS_SELECTOR, "#samples li:nth-child(2) button").click()
+    page.wait(page.names)
+    assert page.names()[0] == "orange heart" and page.browser.execute_script(samples) == []
+
+
 def test_examples_and_vendors(page):
     page.wait(lambda: page.browser.find_element(By.ID, "vendor").is_displayed())
     page.browser.find_element(By.CSS_SELECTOR, "#examples button").click()

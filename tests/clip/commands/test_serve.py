@@ -78,7 +78,17 @@ def test_page_allows_its_own_script_and_style_and_nothing_else(server):
 
 def test_about(server):
     about = json.loads(ask(server, "/about")[2])
-    assert about == {"images": 12, "things": 7, "vendors": ["plain", "bold"], "emoji": True, "credits": ["Nobody (CC0-1.0)"]}
+    samples = about.pop("samples")
+    assert about == {
+        "images": 12,
+        "things": 7,
+        "vendors": ["plain", "bold"],
+        "emoji": True,
+        "credits": ["Nobody (CC0-1.0)"],
+        "examples": ["a cat in love", "orange"],
+    }
+    assert [sample["label"] for sample in samples[:2]] == ["red heart", "orange heart"]
+    assert all(ask(server, sample["url"])[0] == 200 for sample in samples)
 
 
 def test_search_by_words(server):

@@ -118,3 +118,16 @@ def test_augment_rejects_what_is_no_batch_of_images() -> None:
         augment(torch.zeros(2, 3, 8, 8), seed=0, epoch=0, index=torch.arange(2), config=STRONG)
     with pytest.raises(ValueError, match=r"augment: index has shape \(3,\), must be \(2,\)"):
         augment(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), seed=0, epoch=0, index=torch.arange(3), config=STRONG)
+
+
+def test_crop_keeps_a_part_of_the_image_without_a_border() -> None:
+    """A ramp shows which part: all of it lies within the image, and its area within the limits."""
+    ramp = torch.arange(64, dtype=torch.uint8).mul(4).expand(200, 1, 64, 64)
+    images = torch.cat([ramp, ramp.mT, ramp], 1)
+    config = replace(STILL, crop=(0.25, 0.64), stretch=0.3, margin=1.0)
+    result = augment(images, seed=0, epoch=0, index=torch.arange(200), config=config)
+    inner = result[:, :2, 1:-1, 1:-1].flatten(2)
+    width, height = ((inner.amax(2) - inner.amin(2)) * 255 / 4 / 61).T  # the part of the ramp that is seen
+    area = width * height
+    assert 0.23 < area.min() < 0.3 and 0.55 < area.max() < 0.68 and result.max() < 0.995
+    assert (width / height).max() > 1.1 and (width / height).min() < 0.9

@@ -39,7 +39,9 @@ def test_paths_stay_within_the_root(tmp_path):
     table = write_csv(tmp_path / "in" / "a.csv", [[path, "x"] for path in paths])
     skipped = open_pairs(table).read(range(8), 4).skipped
     assert [skip.reason for skip in skipped] == ["unreadable file"] * 8
-    assert "root= must be the folder that contains all images" in skipped[1].error and "not a plain file" in skipped[2].error
+    assert (
+        "--data.root must be the folder that contains all images" in skipped[1].error and "not a plain file" in skipped[2].error
+    )
     assert "a.csv, row 4: absent.png" in skipped[3].name
     assert open_pairs(table, root=tmp_path).read([1], 4).index.tolist() == [1]
 
@@ -66,8 +68,9 @@ def test_any_captions_survive_a_csv(tmp_path, captions):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "no column with one of the usual names"),
-        (b"image,words\n", r"for the caption; the columns are \['image', 'words'\]. Set --data.caption"),
+        (b"", "--data.source .*a.csv: the file is empty"),
+        (b"a,caption\n", r"--data.image: say which column has the image: none is called image or filepath .*are: a, caption$"),
+        (b"image,words\n", r"--data.caption: say which column has the caption: .* are: image, words$"),
         (b"image,caption\n\n\n", "no rows below the header"),
         ("image,caption\n".encode("utf-16"), "save it as UTF-8"),
     ],

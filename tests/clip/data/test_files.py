@@ -2,11 +2,12 @@
 
 import pytest
 
-from tests.clip.image_files import encode_image, write_csv, write_tars
+from tests.clip.image_files import COLOURS, encode_image, write_csv, write_tars
 from unisono.collectives.groups import resolve_group
 from unisono_models.clip.data.files import find_pair_files, open_pairs, split_pairs
 from unisono_models.clip.data.tar_pairs import TextFields, index_tar
 from unisono_models.datasets.file_patterns import expand_braces
+from unisono_models.training.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def test_source_is_told_from_its_files(tmp_path):
     ("source", "words"),
     [
         ("", "without .tar, .parquet, .csv or .tsv files"),
-        ("absent", "1 of 1 files are missing, such as"),
+        ("absent", "--data.source .*absent: there is no such file or folder"),
         ("*.tar", "no file matches"),
         ("{0..3}.tar", "4 of 4 files are missing"),
         ("{0..99999999}.tar", "more than 1,000,000 files"),
@@ -59,7 +60,7 @@ def reads_on_ranks(folder, cache, own):
     train, held_out = split_pairs(pairs, 0.3, seed=1)
     with pytest.raises(Exception, match=r"ranks \[1(, 2)?\] see other files than rank 0"):
         open_pairs(f"{own}/{min(rank, 1)}.csv")
-    with pytest.raises(Exception, match=r"open_pairs: rank 1: .*not there|rank 1.*missing"):
+    with pytest.raises(Exception, match=r"rank 1: --data.source .*absent.csv: there is no such file"):
         open_pairs(f"{own}/{'absent' if rank == 1 else '0'}.csv")
     return pairs.notes, pairs.captions(range(len(pairs))), train.indices.tolist(), held_out.indices.tolist()
 
@@ -98,9 +99,40 @@ def test_split_keeps_concepts_together(tmp_path):
     assert split_pairs(pairs, 0.25, seed=4)[1].indices.tolist() != held_out.indices.tolist()
 
 
+def test_split_of_few_concepts_holds_out_pairs(tmp_path):
+    """With three captions, such as names of classes, no fraction of concepts can be held out: it was an error."""
+    rows = [["0.png", f"class {k % 3}"] for k in range(60)]
+    pairs = open_pairs(write_csv(tmp_path / "a.csv", rows))
+    train, held_out = split_pairs(pairs, 0.1, seed=0)
+    assert 2 <= len(held_out) <= 12 and sorted([*train.indices, *held_out.indices]) == list(range(60))
+    assert split_pairs(pairs, 0.1, seed=1)[1].indices.tolist() != held_out.indices.tolist()
+
+
 def test_split_refuses_what_leaves_a_side_empty(tmp_path):
-    pairs = open_pairs(write_csv(tmp_path / "a.csv", [["0.png", "same"]] * 9))
-    with pytest.raises(ValueError, match=r"(0|9) of 9 pairs would be held out. There are too few concepts"):
+    pairs = open_pairs(write_csv(tmp_path / "a.csv", [["0.png", "same"]]))
+    with pytest.raises(UserError, match=r"--data.held-out 0.5: (0|1) of 1 pairs would be held out. There are too few pairs"):
         split_pairs(pairs, 0.5, seed=0)
-    with pytest.raises(ValueError, match="fraction=0 must"):
+    with pytest.raises(UserError, match=r"--data.held-out 0 must"):
         split_pairs(pairs, 0, seed=0)
+
+
+def write_image_folder(folder):
+    """Three folders with images, two of which have captions of their own."""
+    for number, name in enumerate(("cats/1.png", "cats/2 é.PNG", "dogs_at-play/x.jpg", "dogs_at-play/.hidden.png")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(encode_image(COLOURS[number], kind="JPEG" if name.endswith("jpg") else "PNG"))
+    (folder / "cats/1.txt").write_text(" a red cat\n", encoding="utf-8")
+
+
+def test_folder_of_images_has_captions_in_files_or_in_names_of_folders(tmp_path):
+    write_image_folder(tmp_path)
+    pairs = open_pairs(tmp_path)
+    assert pairs.captions(range(len(pairs))) == ["a red cat", "cats", "dogs at play"]
+    (tmp_path / "cats/2 é.PNG").write_bytes(b"no image")
+    batch = pairs.read([2, 1, 0], 4)
+    assert batch.captions == ["dogs at play", "a red cat"] and batch.index.tolist() == [2, 0] == batch.index.tolist()
+    assert [(skip.name, skip.reason) for skip in batch.skipped] == [("cats/2 é.PNG", "broken image")]
+    assert batch.concepts.tolist() == pairs.concepts([2, 0]).tolist()
+    (tmp_path / "top.png").write_bytes(encode_image())
+    with pytest.raises(UserError, match=r"1 of 4 images have no caption, such as top.png. Write it into top.txt"):
+        open_pairs(tmp_path)

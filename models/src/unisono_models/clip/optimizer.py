@@ -8,6 +8,7 @@ from torch import nn
 
 from unisono_models.clip.config import OptimizerConfig
 from unisono_models.training.distributed.parallel import find_repeated_blocks
+from unisono_models.training.errors import UserError
 from unisono_models.training.schedule import learning_rate_factor
 
 
@@ -20,7 +21,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
         group = groups.setdefault((scale, decay), {"params": [], "weight_decay": decay, "scale": scale})
         group["params"].append(parameter)
     if not groups:
-        raise ValueError("optimizer: every parameter is frozen: there is nothing to train")
+        raise UserError(
+            "every parameter is frozen, so there is nothing to train: --model.image.no-frozen or --model.text.no-frozen"
+        )
     return torch.optim.AdamW(groups.values(), lr=config.lr, betas=(config.beta1, config.beta2))
 
 

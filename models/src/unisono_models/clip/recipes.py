@@ -1,6 +1,8 @@
 """The recipes: which model is trained, on which data, for how long. The command line can change any field."""
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from unisono_models.clip.config import (
     AugmentConfig,
@@ -15,7 +17,30 @@ from unisono_models.clip.config import (
 from unisono_models.training.config import CheckpointConfig, ParallelConfig, RunConfig
 from unisono_models.training.config.recipes import Recipes
 
-RECIPES: Recipes[Config] = Recipes("clip", Config)
+
+def adapt(recipe: Config, config: Config, typed: Collection[str]) -> Config:
+    """Take back what the recipe chose for its own towers and data, where the command line names others. What is typed stays."""
+
+    def untyped(section: str, **values: Any) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if f"{section}.{name}" not in typed}
+
+    image, text, augment = config.model.image, config.model.text, config.augment
+    if image.model != recipe.model.image.model:
+        fresh = ImageConfig()
+        own = untyped("model.image", kwargs={}, maps=fresh.maps, pretrained=fresh.pretrained, batch_norm=fresh.batch_norm)
+        image = replace(image, **own)
+        if not image.pretrained:  # random weights have to be trained
+            image = replace(image, **untyped("model.image", frozen=False, views=0))
+    if text.model and text.model != recipe.model.text.model:
+        text = replace(text, **untyped("model.text", config={}, tokenizer="model"))
+    elif "model_type" in text.config and text.config != recipe.model.text.config and "model.text.model" not in typed:
+        text = replace(text, model="", **untyped("model.text", tokenizer="captions", frozen=False))
+    if config.data.source != recipe.data.source and recipe.augment == DRAWINGS:
+        augment = replace(augment, **untyped("augment", **vars(PHOTOS)))
+    return replace(config, model=replace(config.model, image=image, text=text), augment=augment)
+
+
+RECIPES: Recipes[Config] = Recipes("clip", Config, adapt=adapt)
 
 FAST = ImageConfig("test_convnext", {"patch_size": 2}, size=32)
 LITE0 = ImageConfig(
@@ -26,6 +51,17 @@ BERT = {"model_type": "bert", "hidden_size": 128, "num_hidden_layers": 2, "num_a
 # Colours change little, because they distinguish skin tones, hearts and flags.
 DRAWINGS = AugmentConfig(
     rotate=15, zoom=(0.65, 1.1), stretch=0.15, shift=0.1, brightness=0.08, contrast=0.2, saturation=0.2, hue=0.02, outline=0.5
+)
+PHOTOS = AugmentConfig(
+    crop=(0.4, 1.0),
+    zoom=(1.0, 1.0),
+    stretch=0.33,
+    shift=0.0,
+    flip=0.5,
+    brightness=0.1,
+    contrast=0.2,
+    saturation=0.2,
+    margin=0.5,
 )
 
 
@@ -74,6 +110,19 @@ def emoji_sigmoid() -> Config:
     """Like emoji, with the loss of SigLIP."""
     config = emoji()
     return replace(config, loss=replace(config.loss, kind="sigmoid"))
+
+
+@RECIPES.add
+def photos() -> Config:
+    """Your own images and captions: --data.source FOLDER or CSV. Heads on frozen EfficientNet-Lite0 and MiniLM, for photos."""
+    return Config(
+        run=RunConfig(steps=500),
+        model=ClipConfig(replace(LITE0, size=160, dropout=0.3, frozen=True, views=4), MINILM, width=256),
+        data=DataConfig(source="", batch=256, held_out=0.1),
+        augment=PHOTOS,
+        optimizer=OptimizerConfig(lr=1e-3),
+        checkpoint=CheckpointConfig(every=200),
+    )
 
 
 @RECIPES.add

@@ -6,18 +6,21 @@ import torch
 from torch import Tensor
 
 from unisono_models.clip.config import Config
-from unisono_models.clip.data.dataset import open_dataset
+from unisono_models.clip.data.dataset import describe_sizes, open_dataset
 from unisono_models.clip.data.loader import BatchMaker, load_steps
 from unisono_models.clip.evaluate import Encoder, evaluate, list_test_captions
 from unisono_models.clip.loss import ClipTrainingModule, backward
 from unisono_models.clip.model import Clip
 from unisono_models.clip.model.feature_cache import CaptionFeatures, ImageFeatures
 from unisono_models.clip.model.tokenizer import load_or_make_tokenizer
+from unisono_models.clip.model.trunks import check_pretrained_towers, describe_towers
 from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
 from unisono_models.clip.recipes import RECIPES
 from unisono_models.clip.report import write_run_report
 from unisono_models.datasets.skip_report import SkipReport
+from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.distributed.parallel import autocast_context, parallelize, parameter_dtype
+from unisono_models.training.errors import UserError
 from unisono_models.training.loop import Session, TrainingLoop, start_session
 from unisono_models.training.randomness import derive_seed
 from unisono_models.training.sampler import StepSampler
@@ -33,12 +36,24 @@ def train(config: Config, session: Session) -> None:
     """Train one run, from its data to its report."""
     ranks, watchdog = session.ranks, session.watchdog
     seed, size, dtype = config.run.seed, config.model.image.size, parameter_dtype(config.parallel)
+    check_pretrained_towers(config.model)
     dataset = open_dataset(config.data)
     datasets = dataset.build_datasets(size=size, seed=seed, ranks=ranks)
+    session.directory.check_fingerprint("data", datasets.fingerprint())
 
+    if ranks.first:
+        print(describe_towers(config.model), flush=True)  # before they are made: weights may have to be downloaded
     torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
     tokenizer = load_or_make_tokenizer(config.model.text, datasets.captions, session.directory.path / "tokenizer.json", ranks)
-    module = ClipTrainingModule(Clip(config.model, tokenizer), config.loss).to(ranks.device, dtype)
+    session.directory.check_fingerprint("tokenizer", tokenizer.fingerprint())
+    with raise_together("the towers"):
+        clip = Clip(config.model, tokenizer)
+        if clip.image.syncs_batch_norm and config.parallel.checkpoint_activations:
+            raise UserError(
+                "--parallel.checkpoint-activations would count each batch twice in the statistics of batch norm, which "
+                f"{config.model.image.model} has. Use --model.image.batch-norm frozen, or another tower"
+            )
+        module = ClipTrainingModule(clip, config.loss).to(ranks.device, dtype)
 
     prepare_text: Callable[[Sequence[str]], Tensor] = tokenizer
     session.load_initial_weights(module)  # the features of frozen towers are computed now
@@ -49,6 +64,7 @@ def train(config: Config, session: Session) -> None:
     if config.model.image.frozen and config.model.image.views:
         image_features = ImageFeatures(module.clip, datasets.train, config.augment, seed, ranks, watchdog)
         train_pairs = image_features.without_images(datasets.train)  # the steps read captions only
+        image_features.skipped.check(config.data.max_broken)
 
     model = parallelize(module, config.parallel, ranks)
     optimizer = make_optimizer(module, config.optimizer)
@@ -57,7 +73,7 @@ def train(config: Config, session: Session) -> None:
     batch_maker = BatchMaker(prepare_text, image_features, config.augment, seed, ranks.device, dtype, second_view)
     encoder = Encoder(model, prepare_text, ranks, watchdog, size, dtype)
     with TrainingLoop(session, model, optimizer) as loop:
-        skipped = SkipReport(before=loop.state.get("skipped"))
+        skipped = SkipReport(before=loop.state.get("skipped"), rows=len(train_pairs))
         batches = load_steps(
             train_pairs,
             lambda step: sampler.share(step, ranks.rank, ranks.world_size).tolist(),
@@ -68,9 +84,13 @@ def train(config: Config, session: Session) -> None:
         )
         count = f"{len(train_pairs):,} pairs, {loop.steps:,} steps of {sampler.batch} on {ranks.world_size} ranks"
         loop.say(f"{session.directory.path}: {count}")
+        for remark in describe_sizes(config.data, datasets):
+            loop.say(remark)
         for step in loop:
             pairs = next(batches)
             skipped.add(pairs)
+            if step == loop.first_step:  # before the loss of a batch in which nothing could be read
+                skipped.check(config.data.max_broken)
             batch = batch_maker.make(pairs, step=step, epoch=sampler.epoch_of(step))
             lr = set_learning_rate(optimizer, config.optimizer, step, loop.steps)
             model.train()
@@ -83,7 +103,8 @@ def train(config: Config, session: Session) -> None:
                 torch.nn.utils.clip_grad_norm_(module.parameters(), config.optimizer.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
-            loop.log({**losses, "scale": module.pairs.scale, "lr": lr}, samples=len(sampler.at(step)))
+            shown = losses if len(losses) > 2 else {"loss": losses["loss"]}  # a single loss is their sum
+            loop.log({**shown, "scale": module.pairs.scale, "lr": lr}, samples=len(sampler.at(step)))
 
             if loop.evaluation_due:
                 loop.record(evaluate(encoder, datasets.tests))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from unisono_models.training.distributed.object_collectives import all_gather_object, raise_together
+from unisono_models.training.errors import UserError
 
 Spec: TypeAlias = str | Path | Sequence[str | Path]
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -23,24 +24,26 @@ def find_files(source: Spec, *, kinds: Mapping[str, str], what: str) -> tuple[st
     Args:
         source: A file, a folder, a pattern, or a list of these. day_{0..23} is sorted by number, day_* is not.
         kinds: From suffix to kind; "" is for names without a suffix. If a folder has several kinds, only the first counts.
-        what: The name of the calling function, for errors.
+        what: The option that the user typed, for errors.
 
-    Raises: ValueError if there are no files, or files of several kinds.
+    Raises: UserError if there are no files, or files of several kinds.
 
     Example:
-        find_files("/data/criteo/day_{0..22}", kinds={".parquet": "parquet", ".tsv": "text", "": "text"}, what="open_rows")
+        find_files("/data/criteo/day_{0..22}", kinds={".parquet": "parquet", ".tsv": "text", "": "text"}, what="--data.source")
             ->  "text", [PosixPath("/data/criteo/day_0"), …]
     """
     parts = [source] if isinstance(source, (str, Path)) else list(source)
     paths = [path for part in parts for path in _expand(str(part), kinds, what)]
     if not paths:
-        raise ValueError(f"{what}: {source}: no files")
+        raise UserError(f"{what} {source}: no files")
     if not all(path.is_file() for path in paths):
         gone = [str(path) for path in paths if not path.is_file()]
-        raise ValueError(f"{what}: {source}: {len(gone)} of {len(paths)} files are missing, such as {', '.join(gone[:3])}")
+        if len(paths) == 1:
+            raise UserError(f"{what} {source}: there is no such file or folder")
+        raise UserError(f"{what} {source}: {len(gone)} of {len(paths)} files are missing, such as {', '.join(gone[:3])}")
     found = {_kind(path, kinds, what) for path in paths}
     if len(found) > 1:
-        raise ValueError(f"{what}: {source}: files of several kinds ({', '.join(sorted(found))}): choose one by a pattern")
+        raise UserError(f"{what} {source}: files of several kinds ({', '.join(sorted(found))}): choose one by a pattern")
     return found.pop(), paths
 
 
@@ -56,7 +59,7 @@ def expand_braces(pattern: str, *, what: str = "expand_braces") -> Iterator[str]
         if bounds := _RANGE.fullmatch(inner):
             first, last = int(bounds[1]), int(bounds[2])
             if last - first >= _MOST_FILES:
-                raise ValueError(f"{what}: {pattern}: more than {_MOST_FILES:,} files")
+                raise UserError(f"{what} {pattern}: more than {_MOST_FILES:,} files")
             width = len(bounds[1]) if bounds[1].startswith("0") else 0
             texts: Sequence[str] = [f"{number:0{width}d}" for number in range(first, last + 1)]
         elif "," in inner:
@@ -73,7 +76,7 @@ def expand_braces(pattern: str, *, what: str = "expand_braces") -> Iterator[str]
 def check_same_files(paths: Sequence[Path], *, source: Spec, what: str) -> None:
     """Check that every rank sees the same files, by name and size. All ranks call it together.
 
-    Raises: ValueError that names the ranks whose files differ from those of rank 0.
+    Raises: UserError that names the ranks whose files differ from those of rank 0.
     """
     with raise_together(what):
         text = "\n".join(f"{path.name} {path.stat().st_size}" for path in paths)
@@ -82,14 +85,14 @@ def check_same_files(paths: Sequence[Path], *, source: Spec, what: str) -> None:
     if any(other != all_files[0] for other in all_files):
         different = [rank for rank, other in enumerate(all_files) if other != all_files[0]]
         counts = ", ".join(str(count) for count, _ in all_files)
-        raise ValueError(
-            f"{what}: {source}: ranks {different} see other files than rank 0, by name or size (numbers of files: {counts})"
+        raise UserError(
+            f"{what} {source}: ranks {different} see other files than rank 0, by name or size (numbers of files: {counts})"
         )
 
 
 def _expand(part: str, kinds: Mapping[str, str], what: str) -> list[Path]:
     if re.match(r"[a-z][a-z0-9+.-]*:", part) and not os.path.exists(part):
-        raise ValueError(f"{what}: {part}: only local files can be read: download the data first")
+        raise UserError(f"{what} {part}: only local files can be read: download the data first")
     path = Path(part).expanduser()
     if path.is_dir():
         return _in_folder(path, kinds, what)
@@ -102,9 +105,9 @@ def _expand(part: str, kinds: Mapping[str, str], what: str) -> list[Path]:
         else:
             found.append(Path(text))
         if len(found) > _MOST_FILES:
-            raise ValueError(f"{what}: {part}: more than {_MOST_FILES:,} files")
+            raise UserError(f"{what} {part}: more than {_MOST_FILES:,} files")
     if not found:
-        raise ValueError(f"{what}: {part}: no file matches")
+        raise UserError(f"{what} {part}: no file matches")
     return found
 
 
@@ -114,7 +117,7 @@ def _in_folder(folder: Path, kinds: Mapping[str, str], what: str) -> list[Path]:
         for kind in dict.fromkeys(kinds.values()):
             if chosen := [path for path in known if kinds[path.suffix.lower()] == kind and path.is_file()]:
                 return chosen
-    raise ValueError(f"{what}: {folder}: a folder without {_name(kinds)} files")
+    raise UserError(f"{what} {folder}: a folder without {_name(kinds)} files")
 
 
 def _kind(path: Path, kinds: Mapping[str, str], what: str) -> str:
@@ -123,7 +126,7 @@ def _kind(path: Path, kinds: Mapping[str, str], what: str) -> str:
         inner = next((suffix for suffix in path.suffixes if suffix.lower() in kinds), "file")
         plain = f". Unpack it to a plain {inner}: random access needs an uncompressed file"
         hint = plain if path.suffix.lower() in PACKED else ""
-        raise ValueError(f"{what}: {path}: not a {_name(kinds)} file{hint}")
+        raise UserError(f"{what} {path}: not a {_name(kinds)} file{hint}")
     return kind
 
 

@@ -82,7 +82,7 @@ def slug(queries: Sequence[str]) -> str:
 
 def _check_options(options: SearchOptions) -> None:
     if not options.queries and not options.image:
-        raise ValueError('there is nothing to look for: give words, such as "red heart", or --image FILE')
+        raise ValueError("there is nothing to look for: give words in quotation marks, or --image FILE")
     if any(not query.strip() for query in options.queries):
         raise ValueError("a query is empty: say in words what to look for")
     if not 1 <= options.top <= 100:

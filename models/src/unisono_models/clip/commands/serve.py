@@ -181,6 +181,7 @@ def _json(value: dict[str, Any]) -> tuple[str, bytes, bool]:
 
 PROG = "python -m unisono_models.clip serve"
 PORT = 8765
+SAMPLES = 48  # images that the page shows before the first search
 IMAGE_SIZE = 144  # pixels: shown at 72, on screens with two pixels for each
 
 
@@ -221,7 +222,19 @@ class SearchServer(ThreadingHTTPServer):
             "vendors": list(self.gallery.vendors),
             "emoji": any(item.emoji for item in self.gallery.items),
             "credits": list(self.gallery.credits),
+            "examples": list(self.gallery.examples),
+            "samples": [{"url": self._url(k), "label": self.gallery.items[k].label} for k in self._samples()],
         }
+
+    def _samples(self) -> list[int]:
+        """Choose images that the page shows before the first search, from all over the gallery."""
+        things = {item.group: index for index, item in reversed(list(enumerate(self.gallery.items))) if not item.toned}
+        first = sorted(things.values())
+        count = min(len(first), SAMPLES)
+        return [first[len(first) * i // count] for i in range(count)]
+
+    def _url(self, index: int) -> str:
+        return f"/images/{index}.png?{self._version}"
 
     def find_image(self, content: bytes, top: int, vendor: str | None) -> list[dict[str, Any]]:
         """Find images that are similar to the one in a file with this content."""
@@ -238,10 +251,7 @@ class SearchServer(ThreadingHTTPServer):
         return file.getvalue()
 
     def _as_json(self, hit: SearchHit) -> dict[str, Any]:
-        images = [
-            {"url": f"/images/{k}.png?{self._version}", "vendor": self.gallery.items[k].vendor}
-            for k in (hit.index, *hit.others)
-        ]
+        images = [{"url": self._url(k), "vendor": self.gallery.items[k].vendor} for k in (hit.index, *hit.others)]
         return {"score": round(hit.score, 4), "label": hit.label, "emoji": hit.emoji, "images": images}
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -38,7 +38,9 @@ def _transform(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
     low, high = config.zoom
     angle = _between(draws[:, 0], config.rotate) * (math.pi / 180)
     scale = torch.exp(math.log(low) + draws[:, 1] * (math.log(high) - math.log(low)))
-    aspect = torch.exp(_between(draws[:, 2], 0.5 * math.log1p(config.stretch)))
+    stretch = torch.exp(_between(draws[:, 2], 0.5 * math.log1p(config.stretch)))
+    cropped = config.crop != (1.0, 1.0)
+    aspect = torch.ones_like(stretch) if cropped else stretch
     mirror = torch.where(draws[:, 3] < config.flip, -1.0, 1.0)
     x, y = 2 * _between(draws[:, 4], config.shift), 2 * _between(draws[:, 5], config.shift)
     # from a position in the result to the position in the source: shift back, rotate back, scale back
@@ -47,8 +49,21 @@ def _transform(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
     rows = torch.stack(
         [across * cos, across * sin, -across * (cos * x + sin * y), -down * sin, down * cos, down * (sin * x - cos * y)], 1
     )
+    if cropped:
+        rows = _place_crop(rows, stretch, draws, config.crop)
     grid = affine_grid(rows.view(-1, 2, 3), list(images.shape), align_corners=False)
     return config.margin + grid_sample(images - config.margin, grid, align_corners=False)
+
+
+def _place_crop(rows: Tensor, stretch: Tensor, draws: Tensor, crop: tuple[float, float]) -> Tensor:
+    """Map positions in the result to a random part of the source, instead of to all of it."""
+    low, high = crop
+    side = torch.sqrt(low + draws[:, 13] * (high - low))
+    width, height = (side * stretch).clamp(max=1), (side / stretch).clamp(max=1)
+    x, y = (2 * draws[:, 14] - 1) * (1 - width), (2 * draws[:, 15] - 1) * (1 - height)
+    rows = rows.view(-1, 2, 3) * torch.stack([width, height], 1)[:, :, None]
+    rows[:, :, 2] += torch.stack([x, y], 1)
+    return rows
 
 
 def _outline(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:

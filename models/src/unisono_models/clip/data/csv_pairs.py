@@ -26,6 +26,7 @@ from unisono_models.clip.data.pairs import (
 )
 from unisono_models.datasets.images import read_image_bytes
 from unisono_models.datasets.skip_report import SkippedSample
+from unisono_models.training.errors import UserError
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "image_path", "path", "file")
 CAPTION_COLUMNS = ("caption", "text", "title")
@@ -45,7 +46,7 @@ class CsvPairs:
 
     Only the place where each row starts is kept in memory, eight bytes a row.
 
-    Raises: ValueError for a file without these columns or without rows.
+    Raises: UserError for a file without these columns or without rows.
     """
 
     notes: tuple[str, ...] = ()
@@ -63,7 +64,7 @@ class CsvPairs:
         self._files = [_CsvFile(path, image, caption, concept, root, delimiter) for path in paths]
         self._starts = np.array([0, *accumulate(len(file) for file in self._files)], dtype=np.int64)
         if not len(self):
-            raise ValueError(f"CsvPairs: {', '.join(str(path) for path in paths[:3])}: no rows below the header")
+            raise UserError(f"--data.source {', '.join(str(path) for path in paths[:3])}: there are no rows below the header")
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -121,20 +122,19 @@ def resolve_path(path: str, root: Path) -> str:
     base = os.path.abspath(root)
     full = os.path.normpath(os.path.join(base, path.strip()))
     if not path.strip() or "\0" in path or os.path.commonpath([base, full]) != base or full == base:
-        raise ValueError(f"not in {base}; root= must be the folder that contains all images")
+        raise ValueError(f"not in {base}; --data.root must be the folder that contains all images")
     return full
 
 
 def choose_column(given: str | None, usual: Sequence[str], columns: Sequence[str], *, what: str, path: Path) -> int:
-    """Find the column `given`, or the first of the usual ones. Raises: ValueError that lists the columns there are."""
+    """Find the column `given`, or the first of the usual ones. Raises: UserError that lists the columns there are."""
     for name in [given] if given is not None else usual:
         if name in columns:
             return columns.index(name)
-    wanted = repr(given) if given is not None else f"with one of the usual names ({', '.join(usual)})"
-    raise ValueError(
-        f"open_pairs: {path}: no column {wanted} for the {what}; the columns are {printable(list(columns), 400)}. "
-        f"Set --data.{what}"
-    )
+    there = f"The columns of {path} are: {printable(', '.join(columns), 400)}"
+    if given is None:
+        raise UserError(f"--data.{what}: say which column has the {what}: none is called {' or '.join(usual)}. {there}")
+    raise UserError(f"--data.{what} {given}: there is no such column. {there}")
 
 
 class _CsvFile:
@@ -147,14 +147,17 @@ class _CsvFile:
         self._file: FileIO | None = None
         with path.open("rb") as file:
             if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
-                raise ValueError(f"open_pairs: {path}: the text is UTF-16; save it as UTF-8")
+                raise UserError(f"--data.source {path}: the text is UTF-16; save it as UTF-8")
             file.seek(0)
             first = file.readline(_LONGEST_LINE).decode("utf-8-sig", "replace")
             tabs = path.suffix.lower() == ".tsv" or ("\t" in first and "," not in first)
             self._delimiter = delimiter or ("\t" if tabs else ",")
             lines = _Lines(file)
             rows = csv.reader(lines, delimiter=self._delimiter)
-            header = [name.removeprefix("\ufeff").strip() for name in _next_row(rows) or ()]
+            first_row = _next_row(rows)
+            if first_row == _END:
+                raise UserError(f"--data.source {path}: the file is empty")
+            header = [name.removeprefix("\ufeff").strip() for name in first_row or ()]
             self._columns = (
                 choose_column(image, IMAGE_COLUMNS, header, what="image", path=path),
                 choose_column(caption, CAPTION_COLUMNS, header, what="caption", path=path),

@@ -10,6 +10,8 @@ A built-in dataset is registered exactly like your own:
     main(["emoji", "--data.source", "mine"])  # unisono_models.clip.train.main
 """
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,9 @@ from unisono_models.clip.config import DataConfig
 from unisono_models.clip.data.pairs import CaptionedPairs, Pairs
 from unisono_models.datasets.registry import Registry
 from unisono_models.training.distributed.launch import Ranks
+
+_HASHED = 1000  # pairs of each dataset in a fingerprint
+_FEW = 100  # pairs in a test, fewer than which make its metrics coarse
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class RetrievalTest:
     """For zero-shot classification: the names of the classes."""
     class_of: Mapping[int, int] = field(default_factory=dict)
     """From each concept to its class, an index into `classes`."""
+    description: str = ""
+    """What the pairs are and why they are a test, for the report."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,33 @@ class Datasets:
     """How often each pair of `train` comes in an epoch. None: each comes once."""
     notes: tuple[str, ...] = ()
     """Licences and damage, for the report."""
+
+    def fingerprint(self) -> str:
+        """Hash the number of pairs, and samples and captions of a thousand of them: a run can only go on with the same data.
+
+        Only captions are read. So a caption that changes among many pairs may not be noticed, nor an image.
+        """
+        digest = hashlib.sha256()
+        for pairs in (self.train, *(test.pairs for test in self.tests.values())):
+            chosen = [len(pairs) * i // min(len(pairs), _HASHED) for i in range(min(len(pairs), _HASHED))]
+            content = [len(pairs), pairs.sample_ids(chosen).tolist(), pairs.captions(chosen)]
+            digest.update(json.dumps(content).encode())
+        return digest.hexdigest()
+
+
+def describe_sizes(config: DataConfig, datasets: Datasets) -> list[str]:
+    """List what a user should know about the numbers of pairs: a batch that is too large, and tests that are small."""
+    found = []
+    if config.batch > len(datasets.train):
+        there = f"the {len(datasets.train):,} pairs to train on"
+        found.append(f"--data.batch {config.batch:,} is more than {there}: each step takes all of them")
+    for name, test in datasets.tests.items():
+        if (count := len(test.pairs)) < _FEW:
+            found.append(
+                f"the test {name} has only {count} pairs: each of them counts {1 / count:.2f} in recall. "
+                "--data.held-out holds out more"
+            )
+    return found
 
 
 @dataclass(frozen=True)
@@ -81,6 +115,8 @@ class GalleryImages:
     """Draws the image at an index in a size. None: it is read from `pairs`."""
     credits: tuple[str, ...] = ()
     """Whose the images are."""
+    examples: tuple[str, ...] = ()
+    """Words to search for, which the search page offers."""
 
 
 class ClipDataset(ABC):
@@ -95,6 +131,10 @@ class ClipDataset(ABC):
     @abstractmethod
     def build_datasets(self, *, size: int, seed: int, ranks: Ranks) -> Datasets:
         """Open the data, with images of `size` pixels. All ranks call it together."""
+
+    def choose_example_queries(self) -> tuple[str, ...]:
+        """Choose the searches that the report shows. All ranks call it together, after `build_datasets`."""
+        return self.example_queries
 
     def gallery(self, *, size: int, limit: int = 20_000) -> GalleryImages:
         """Open the images to search, at most about `limit` of them. `size`: the pixels that the model sees.

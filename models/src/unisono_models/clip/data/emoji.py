@@ -31,6 +31,15 @@ from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import raise_together
 
 Words = Literal["names", "names and aliases"]
+PAGE_EXAMPLES = (
+    "a cat in love",
+    "something cold",
+    "let's celebrate",
+    "I am so tired",
+    "space travel",
+    "stormy weather",
+    "breakfast",
+)
 
 
 @DATASETS.register("emoji")
@@ -152,6 +161,7 @@ def emoji_gallery(size: int, *, cache: Path | None = None) -> GalleryImages:
         items=items,
         draw=draw,
         credits=tuple(f"{artist.name} ({artist.licence})" for artist in ARTISTS.values()),
+        examples=PAGE_EXAMPLES,
     )
 
 
@@ -225,12 +235,16 @@ def split_emoji(
         queries=known.where(lambda concept, drawing: drawing.vendor == query_vendor(concept)),
         classes=GROUPS,
         class_of=classes,
+        description="drawings by OpenMoji, a vendor whose drawings were never trained on, of concepts that were"
+        if held_out == "vendor"
+        else "one drawing of each concept that was not trained on; the other drawings of the concept were",
     )
     unseen_test = RetrievalTest(
         pairs=unseen.where(lambda _, drawing: drawing.vendor == "noto"),
         queries=unseen.where(lambda _, drawing: drawing.vendor == "openmoji"),
         classes=GROUPS,
         class_of=classes,
+        description="concepts that were never trained on, with neither a drawing nor a name",
     )
     train = emoji_pairs(languages=languages, words=words, cache=cache).where(is_trained)
     return EmojiSplits(train=_without_unseen_names(train), tests={held_out: known_test, "concept": unseen_test})

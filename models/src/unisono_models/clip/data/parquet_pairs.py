@@ -21,6 +21,7 @@ from unisono_models.clip.data.pairs import (
 from unisono_models.datasets.images import read_image_bytes
 from unisono_models.datasets.parquet import RowGroupReader
 from unisono_models.datasets.skip_report import SkippedSample
+from unisono_models.training.errors import UserError
 
 _LARGE_GROUP = 64 * 2**20
 
@@ -35,7 +36,7 @@ class ParquetPairs:
     Whole row groups are read, and the last ones are cached. So the smaller the row groups, the faster a random order: for
     images a hundred rows are usual. If they are much larger, `notes` says so.
 
-    Raises: ImportError without pyarrow; ValueError for a file that is not parquet or does not have these columns.
+    Raises: ImportError without pyarrow; UserError for a file that is not parquet or does not have these columns.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class ParquetPairs:
         concept: str | None = None,
         root: Path | None = None,
     ) -> None:
-        self._reader = RowGroupReader(paths, what="open_pairs")
+        self._reader = RowGroupReader(paths, what="--data.source")
         self._roots = [root or path.absolute().parent for path in paths]
         self._columns: list[tuple[str, str, str | None]] = []  # image, caption, concept of each file
         self.notes: tuple[str, ...] = ()
@@ -74,7 +75,7 @@ class ParquetPairs:
         self._groups = np.array(groups, dtype=np.int64).reshape(-1, 3)
         self._starts = np.concatenate([[0], self._groups[:, 2].cumsum()])
         if not len(self):
-            raise ValueError(f"ParquetPairs: {', '.join(str(path) for path in paths[:3])}: no rows")
+            raise UserError(f"--data.source {', '.join(str(path) for path in paths[:3])}: there are no rows")
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -147,8 +148,8 @@ class ParquetPairs:
 def _check_image_type(file: Any, column: str, path: Path) -> None:
     kind = str(file.schema_arrow.field(column).type)
     if not kind.startswith(("struct<bytes: ", "struct<path: ", "binary", "large_binary")):
-        raise ValueError(
-            f"open_pairs: {path}: column {column!r} is {printable(kind, 80)}, expected binary or "
+        raise UserError(
+            f"--data.image {column}: {path}: column {column!r} is {printable(kind, 80)}, expected binary or "
             "struct<bytes: binary, path: string>. Tables of paths are read from CSV"
         )
 

@@ -42,6 +42,7 @@ from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.training.checkpoint.atomic_file import atomic_path
 from unisono_models.training.distributed.launch import shard_range
 from unisono_models.training.distributed.object_collectives import all_gather_object, raise_together
+from unisono_models.training.errors import UserError
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp")
 COLUMNS = 6
@@ -334,7 +335,7 @@ def open_tars(
     Images are .jpg, .jpeg, .png and .webp. A tar that is cut off or damaged is used as far as it can be read; `notes` says
     which tars are. Links, special files and names such as ../x do no harm, because nothing is extracted.
 
-    Raises: ValueError if there is no pair at all.
+    Raises: UserError if there is no pair at all.
     """
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unisono"
     fields = TextFields(caption, concept)
@@ -356,7 +357,8 @@ def open_tars(
         index = load_index(index_file)
     rows, starts, notes = index if index is not None else gathered
     if not len(rows):
-        raise ValueError(f"open_tars: no image in any of {len(paths)} tars, beginning with {paths[0]}. " + "; ".join(notes[:3]))
+        more = "; ".join(notes[:3])
+        raise UserError(f"--data.source: there is no image in any of {len(paths)} tars, beginning with {paths[0]}. {more}")
     return TarPairs(paths, rows, starts, fields=fields, notes=notes, index_file=index_file if index is not None else None)
 
 

@@ -21,6 +21,7 @@ from unisono_models.clip.config import ClipConfig
 from unisono_models.clip.data.decode import crop_square
 from unisono_models.clip.model.tokenizer import CaptionTokenizer
 from unisono_models.clip.model.towers import ImageTower, TextTower
+from unisono_models.clip.model.trunks import check_image_kwargs, check_text_config, is_text_field
 from unisono_models.training.config.serialization import config_from_json, config_to_json, read_json
 from unisono_models.training.randomness import replace_dropout
 
@@ -83,11 +84,10 @@ class Clip(nn.Module):
         """Return the config without the paths and packages that the initial weights came from."""
         trunk: Any = self.text.trunk
         fields = json.loads(trunk.config.to_json_string(use_diff=False))
-        fields = {
-            key: value for key, value in fields.items() if key not in ("_name_or_path", "dtype")
-        }  # of the initial weights
+        # Not where the initial weights came from, and nothing that names code.
+        fields = {key: value for key, value in fields.items() if key != "dtype" and is_text_field(key)}
         text = replace(self.config.text, model="", config=fields)
-        return replace(self.config, image=replace(self.config.image, pretrained=""), text=text)
+        return replace(self.config, image=replace(self.image.config, pretrained=""), text=text)
 
     @classmethod
     def from_pretrained(cls, name: Path | str, *, revision: str | None = None) -> Clip:
@@ -110,6 +110,7 @@ class Clip(nn.Module):
             )
         with _reading(folder / "config.json"):
             config = config_from_json(ClipConfig, settings["model"])
+            _check_portable(config)
         with _reading(folder / "tokenizer.json") as file:
             tokenizer = CaptionTokenizer.from_json(file.read_text(encoding="utf-8"), tokens=config.text.tokens)
         clip = cls(config, tokenizer)
@@ -148,6 +149,14 @@ def _reading(file: Path) -> Iterator[Path]:
         yield file
     except (ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"Clip.from_pretrained: {file}: damaged, or the file of another model: {error}") from error
+
+
+def _check_portable(config: ClipConfig) -> None:
+    """Refuse a config that would load more than this folder: it may come from anyone."""
+    if config.image.pretrained or config.text.model or ":" in config.image.model:
+        raise ValueError("image.pretrained and text.model must be empty, and image.model a plain name of timm")
+    check_image_kwargs(config.image.kwargs)
+    check_text_config(config.text.config)
 
 
 def _download(name: str, revision: str | None) -> Path:

@@ -11,10 +11,11 @@ from unisono_models.clip.data.augment import augment
 from unisono_models.clip.data.pairs import CaptionedPairs, Pairs, PairsWithoutImages, SubsetPairs
 from unisono_models.clip.model.clip import Clip
 from unisono_models.clip.model.towers import ImageTower, TextTower
-from unisono_models.datasets.skip_report import SkippedSample
+from unisono_models.datasets.skip_report import SkippedSample, SkipReport
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import all_gather_object, raise_together
 from unisono_models.training.distributed.watchdog import Watchdog
+from unisono_models.training.errors import UserError
 from unisono_models.training.run.log import show_progress
 
 ROWS = 64  # rows of a forward. Fixed, and ranks take whole parts: the number of ranks changes no bit of a feature
@@ -81,10 +82,19 @@ class ImageFeatures:
         features, keys = _encode_on_all_ranks("images", -(-len(pairs) // ROWS), encode, clip.image, ranks, watchdog)
         self.keys, order = keys.sort(stable=True)
         self.table = features[order]
-        clip.image.standardize.fit(self.table)
         gathered = all_gather_object([[skip.index, skip.name, skip.reason, skip.error] for skip in broken])
         self.broken = {fields[0]: SkippedSample(*fields) for rank in gathered for fields in rank}
         """The samples without features, by index, because they could not be read."""
+        self.skipped = SkipReport(rows=len(pairs))
+        """The same, for reports."""
+        if ranks.first:
+            self.skipped.count(len(pairs), list(self.broken.values()))
+        if not len(self.keys):
+            example = next(iter(self.broken.values()))
+            raise UserError(
+                f"--data.source: none of {len(pairs):,} pairs can be read, such as {example.name}: {example.reason}"
+            )
+        clip.image.standardize.fit(self.table)
 
     def __call__(self, index: Tensor, epoch: int) -> Tensor:
         """Look up the features of these samples in this epoch, (n, features)."""

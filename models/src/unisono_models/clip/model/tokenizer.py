@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import string
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from unisono_models.clip.config import TextConfig
+from unisono_models.clip.model.trunks import loading_text_model
 from unisono_models.datasets.package_files import find_transformers_folder
 from unisono_models.training.checkpoint.atomic_file import atomic_write
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import broadcast_object, raise_together
+from unisono_models.training.errors import UserError
 
 
 class CaptionTokenizer:
@@ -27,7 +30,9 @@ class CaptionTokenizer:
         self.tokenizer, self.tokens = tokenizer, tokens
         special = tokenizer.num_special_tokens_to_add(False)
         if tokens <= special:  # the tokenizer would silently truncate nothing
-            raise ValueError(f"text.tokens: {tokens} must be more than the {special} special tokens that the tokenizer adds")
+            raise UserError(
+                f"--model.text.tokens {tokens} must be more than the {special} special tokens that the tokenizer adds"
+            )
         tokenizer.no_padding()
         tokenizer.enable_truncation(tokens)
 
@@ -48,8 +53,12 @@ class CaptionTokenizer:
         if found is None:
             found = self.tokenizer.token_to_id("<mask>")
         if found is None:
-            raise ValueError("the tokenizer has no mask token: loss.language_weight needs one")
+            raise UserError("--loss.language-weight: the tokenizer has no mask token, which it needs")
         return int(found)
+
+    def fingerprint(self) -> str:
+        """Hash the tokenizer: with another one, the trained weights of the text tower mean nothing."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
         text: str = self.tokenizer.to_str()
@@ -74,12 +83,13 @@ def make_tokenizer(config: TextConfig, captions: Iterable[str]) -> CaptionTokeni
     """
     if config.tokenizer == "model":
         if not config.model:
-            raise ValueError("text.tokenizer=model needs a text.model that it comes with")
+            raise UserError("--model.text.tokenizer model needs a --model.text.model that it comes with")
         from transformers import AutoTokenizer
 
-        theirs = AutoTokenizer.from_pretrained(find_transformers_folder(config.model))
+        with loading_text_model(config.model):
+            theirs = AutoTokenizer.from_pretrained(find_transformers_folder(config.model))
         if set(theirs.get_vocab()) <= set(theirs.all_special_tokens):  # what transformers returns if there is none
-            raise ValueError(f"text.model {config.model}: it has no tokenizer; use text.tokenizer=captions")
+            raise UserError(f"--model.text.model {config.model}: it has no tokenizer; use --model.text.tokenizer captions")
         return CaptionTokenizer(theirs.backend_tokenizer, tokens=config.tokens)
     return CaptionTokenizer(_train_tokenizer(captions, config.vocabulary), tokens=config.tokens)
 
@@ -113,4 +123,9 @@ def load_or_make_tokenizer(config: TextConfig, captions: Iterable[str], path: Pa
             if not path.exists():
                 atomic_write(path, make_tokenizer(config, captions).to_json())
             text = path.read_text(encoding="utf-8")
-    return CaptionTokenizer.from_json(broadcast_object(text), tokens=config.tokens)
+    try:
+        return CaptionTokenizer.from_json(broadcast_object(text), tokens=config.tokens)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"--run.dir: {path} is damaged: {error}. Restore it, or choose another --run.dir") from error

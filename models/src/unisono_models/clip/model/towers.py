@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, cast
 
-import timm
 import torch
 import torch.nn.functional as F
-import transformers
-from timm.layers.norm_act import freeze_batch_norm_2d
 from torch import Tensor, nn
 from torch.autograd import grad
 
+from unisono.dataparallel import SyncBatchNorm
 from unisono_models.clip.config import ImageConfig, TextConfig
-from unisono_models.datasets.package_files import find_transformers_folder, locate_package
+from unisono_models.clip.model.trunks import describe_text_model, handle_batch_norm, make_image_trunk, make_text_trunk
+from unisono_models.training.errors import UserError
 from unisono_models.training.randomness import dropout_keys, replace_dropout, use_dropout_keys
-
-
-def load_package_weights(model: nn.Module, name: str) -> None:
-    """Load the only .pth or .safetensors file of package:NAME into `model`: tensor by tensor in order, as their names differ.
-
-    The number of tensors and every shape must agree. No code in the file is executed.
-    """
-    files = sorted(x for x in Path(locate_package(name)).rglob("*") if x.suffix in (".pth", ".safetensors"))
-    if len(files) != 1:
-        raise FileNotFoundError(f"{name}: the package must have one file of weights, found {[x.name for x in files]}")
-    if files[0].suffix == ".pth":
-        theirs = torch.load(files[0], map_location="cpu", weights_only=True)
-    else:
-        from safetensors.torch import load_file
-
-        theirs = load_file(files[0])
-    ours = {k: v for k, v in model.state_dict().items() if not k.endswith("num_batches_tracked")}
-    theirs = {k: v for k, v in theirs.items() if not k.endswith("num_batches_tracked")}
-    if not 0 <= len(theirs) - len(ours) <= 2:  # the last two may be a classifier, which a tower does not have
-        raise ValueError(f"{name}: {len(theirs)} tensors, but the model has {len(ours)}: they are of different models")
-    values = list(theirs.values())[: len(ours)]
-    for (key, own), (other, value) in zip(ours.items(), theirs.items(), strict=False):
-        if own.shape != value.shape:
-            raise ValueError(f"{name}: {other} of shape {tuple(value.shape)} does not fit {key} of shape {tuple(own.shape)}")
-    model.load_state_dict(dict(zip(ours, values, strict=True)), strict=False)
 
 
 class ImageTower(nn.Module):
@@ -49,21 +24,32 @@ class ImageTower(nn.Module):
 
     def __init__(self, config: ImageConfig, width: int) -> None:
         super().__init__()
-        self.config = config
-        trunk, stages = _image_trunk(config)
-        self.trunk = _handle_batch_norm(trunk, config)
-        mean, std = (torch.tensor(trunk.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+        made = make_image_trunk(config)
+        self.config = replace(config, kwargs=made.kwargs)
+        self.trunk = made.model if config.batch_norm == "sync" else handle_batch_norm(made.model, config)
+        mean, std = (torch.tensor(made.model.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("std", std, persistent=False)
-        self.maps, self.grid = stages, config.grid
+        self.maps, self.grid, self.size = made.maps, config.grid, made.size
+        self.frozen = config.frozen
         self.features = self._count_features(config.size)
         """The width of the trunk's features."""
         self.head = make_head(self.features, config.hidden, width, config.dropout)
-        self.frozen = config.frozen
         if config.frozen:
             self.trunk.requires_grad_(False).eval()
         images = next(self.trunk.parameters()).new_zeros(2, 3, config.size, config.size)
-        _check_randomness(self, images, f"image.model {config.model} with image.kwargs {config.kwargs}")
+        _check_randomness(self, images, f"--model.image.model {config.model} with --model.image.kwargs {made.kwargs}")
+        self._without_rows = False
+        if config.batch_norm == "sync":  # after the tries above, which one rank may make alone
+            self.trunk = handle_batch_norm(self.trunk, config)
+            for norm in self._sync_batch_norms():
+                norm.register_forward_pre_hook(self._drop_dummy_row)
+                norm.register_forward_hook(self._restore_dummy_row)
+
+    @property
+    def syncs_batch_norm(self) -> bool:
+        """Whether the ranks exchange the statistics of batch norm in training."""
+        return any(True for _ in self._sync_batch_norms())
 
     @property
     def standardize(self) -> Standardize:
@@ -79,7 +65,10 @@ class ImageTower(nn.Module):
     def encode(self, images: Tensor) -> Tensor:
         """Compute the trunk's features of images, (n, features)."""
         some = images if len(images) else images.new_zeros(1, *images.shape[1:])  # a trunk needs a row
+        self._without_rows = not len(images)
         x = (some - self.get_buffer("mean")) / self.get_buffer("std")
+        if x.shape[2:] != self.size:
+            x = F.interpolate(x, self.size, mode="bilinear", antialias=True)
         x = x.contiguous(memory_format=torch.channels_last)
         trunk = cast(Any, self.trunk)
         if not self.maps:
@@ -89,22 +78,35 @@ class ImageTower(nn.Module):
         return torch.cat([F.adaptive_avg_pool2d(each, self.grid).flatten(1) for each in maps], 1)[: len(images)]
 
     def _count_features(self, size: int) -> int:
-        """Encode one image. Also freeze parameters that `maps` do not depend on: DDP would wait for their gradients."""
+        """Encode one image. Also freeze parameters that the features do not depend on: DDP would wait for their gradients."""
         was_training = self.trunk.training
-        parameters = [p for p in self.trunk.parameters() if p.requires_grad]
         self.trunk.eval()
-        with torch.set_grad_enabled(bool(self.maps)):
+        with torch.set_grad_enabled(not self.frozen):
             features = self.encode(next(self.trunk.parameters()).new_zeros(1, 3, size, size))
         self.trunk.train(was_training)
         if features.ndim != 2:
-            raise ValueError(
-                f"image.kwargs: with {self.config.kwargs} {self.config.model} gives {tuple(features.shape)} for one image, "
-                "must be (1, features): do not change its pooling"
+            raise UserError(
+                f"--model.image.kwargs: with {self.config.kwargs} {self.config.model} gives {tuple(features.shape)} for one "
+                "image, must be (1, features): do not change its pooling"
             )
-        found = grad(features.sum(), parameters, allow_unused=True) if self.maps else parameters
-        for parameter, value in zip(parameters, found, strict=True):
-            parameter.requires_grad_(value is not None)
+        if not self.frozen:
+            _freeze_unused(self.trunk, features)
         return features.shape[1]
+
+    def _sync_batch_norms(self) -> Iterator[SyncBatchNorm]:
+        return (layer for layer in self.trunk.modules() if isinstance(layer, SyncBatchNorm))
+
+    def _drop_dummy_row(self, norm: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Keep the row that `encode` adds on a rank without images out of the statistics of all ranks."""
+        if not (self._without_rows and norm.training):
+            return None
+        self._dummy_row = inputs[0]
+        return (inputs[0][:0],)
+
+    def _restore_dummy_row(self, norm: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        if not (self._without_rows and norm.training):
+            return None
+        return self._dummy_row + output.sum()  # the sum of nothing is 0, and its backward takes part in that of the other ranks
 
     def train(self, mode: bool = True) -> ImageTower:
         super().train(mode)
@@ -118,7 +120,7 @@ class TextTower(nn.Module):
 
     def __init__(self, config: TextConfig, width: int, *, vocabulary: int) -> None:
         super().__init__()
-        trunk = _text_trunk(config, vocabulary)
+        trunk = make_text_trunk(config, vocabulary=vocabulary)
         if getattr(trunk, "pooler", None) is not None:
             trunk.pooler = None  # BERT's. We pool ourselves, and DDP would wait for gradients of unused parameters
         self.trunk = trunk
@@ -127,7 +129,23 @@ class TextTower(nn.Module):
         if config.frozen:
             self.trunk.requires_grad_(False).eval()
         tokens = next(self.trunk.parameters()).new_zeros(2, 1, dtype=torch.int64)
-        _check_randomness(self, tokens, _text_name(config, trunk.config))
+        name = describe_text_model(config, trunk.config)
+        if tokens.device.type == "cpu":  # transformers looks into the tokens, and others have no content yet
+            self._try(tokens, name)
+        _check_randomness(self, tokens, name)
+
+    def _try(self, tokens: Tensor, name: str) -> None:
+        """Encode some tokens. Also freeze parameters that the features do not depend on, as in the image tower."""
+        was_training = self.trunk.training
+        self.trunk.eval()
+        try:
+            with torch.set_grad_enabled(not self.frozen):
+                features = self.encode(tokens)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{name}: it is no encoder of text: {error}. Choose another, such as bert") from error
+        if not self.frozen:
+            _freeze_unused(self.trunk, features)
+        self.trunk.train(was_training)
 
     @property
     def features(self) -> int:
@@ -198,81 +216,13 @@ def make_head(features: int, hidden: int, width: int, dropout: float) -> nn.Sequ
     return nn.Sequential(Standardize(features), nn.Dropout(dropout), *layers)
 
 
-def _text_trunk(config: TextConfig, vocabulary: int) -> Any:
-    if config.model:
-        settings = transformers.AutoConfig.from_pretrained(find_transformers_folder(config.model))
-    elif "model_type" in config.config:
-        fields: dict[str, Any] = {"vocab_size": vocabulary} | config.config
-        settings = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    else:
-        raise ValueError(f"text.config: {config.config} has no model_type, such as bert. Or use text.model")
-    _check_text(settings, config, vocabulary)
-    for name in settings.to_dict():
-        if "drop" in name and ("attention" in name or "attn" in name):
-            setattr(settings, name, 0.0)  # drawn inside a fused kernel, where we cannot make it depend on the sample
-    if config.model:
-        return transformers.AutoModel.from_pretrained(find_transformers_folder(config.model), config=settings)
-    return transformers.AutoModel.from_config(settings)  # type: ignore[no-untyped-call]
-
-
-def _check_text(settings: Any, config: TextConfig, vocabulary: int) -> None:
-    name = _text_name(config, settings)
-    if settings.is_encoder_decoder:
-        raise ValueError(f"{name}: it has a decoder, too. Choose a model with a single stack, such as bert")
-    if settings.vocab_size < vocabulary:
-        raise ValueError(f"{name}: it has {settings.vocab_size} tokens, fewer than the {vocabulary} of the tokenizer")
-    places = getattr(settings, "max_position_embeddings", None)
-    if places and 0 < places < config.tokens:
-        raise ValueError(f"text.tokens: {config.tokens} is more than the {places} positions of {name}")
-
-
-def _text_name(config: TextConfig, settings: Any) -> str:
-    return f"text.model {config.model}" if config.model else f"text.config of type {settings.model_type}"
-
-
-def _image_trunk(config: ImageConfig) -> tuple[Any, list[int]]:
-    """Make the timm model; returns it and the indices of the stages in `config.maps`."""
-    for name in ("attn_drop_rate", "patch_drop_rate"):
-        if config.kwargs.get(name):
-            raise ValueError(
-                f"image.kwargs: {name}: {config.kwargs[name]} must be 0: its random numbers would depend on the "
-                "split over ranks. Use drop_path_rate or image.dropout"
-            )
-    packaged = config.pretrained.startswith("package:")
-    from_file = config.pretrained not in ("", "timm") and not packaged
-    if from_file and not Path(config.pretrained).is_file():
-        raise FileNotFoundError(
-            f"image.pretrained: {config.pretrained}: no such file. For timm's weights use image.pretrained=timm"
-        )
-    overlay: dict[str, Any] = {"pretrained_cfg_overlay": {"file": config.pretrained}} if from_file else {}
-    pretrained = from_file or config.pretrained == "timm"
-    trunk: Any = timm.create_model(config.model, pretrained=pretrained, num_classes=0, **overlay, **config.kwargs)
-    if packaged:
-        load_package_weights(trunk, config.pretrained)
-    if config.maps:
-        # Layers after the last stage are unused, and DDP would wait for their gradients. The indices that are returned count
-        # from the front, because the stages after the last one are gone.
-        return trunk, list(trunk.prune_intermediate_layers(list(config.maps), prune_norm=True, prune_head=True))
-    return trunk, []
-
-
-def _handle_batch_norm(trunk: nn.Module, config: ImageConfig) -> nn.Module:
-    """Treat batch norm as `config.batch_norm` says."""
-    found = [name for name, layer in trunk.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-    if not found or config.batch_norm == "local":
-        return trunk
-    if config.batch_norm == "frozen":
-        trunk = freeze_batch_norm_2d(trunk)  # type: ignore[no-untyped-call]
-        left = [name for name, layer in trunk.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-        if not left:
-            return trunk
-        raise ValueError(
-            f"image.model {config.model}: image.batch_norm=frozen cannot freeze {left[0]}, which is another kind of batch norm"
-        )
-    raise ValueError(
-        f"image.model {config.model}: {len(found)} layers are batch norm, such as {found[0]}: a step would depend on the "
-        "split over ranks. Choose another norm (image.kwargs) or model, or image.batch_norm=frozen (pretrained) or local"
-    )
+def _freeze_unused(trunk: nn.Module, features: Tensor) -> None:
+    """Freeze the parameters that `features` do not depend on."""
+    parameters = [parameter for parameter in trunk.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        found_gradients = grad(features.sum(), parameters, allow_unused=True)
+    for parameter, found in zip(parameters, found_gradients, strict=True):
+        parameter.requires_grad_(found is not None)
 
 
 def _check_randomness(tower: ImageTower | TextTower, rows: Tensor, what: str) -> None:
@@ -287,10 +237,13 @@ def _check_randomness(tower: ImageTower | TextTower, rows: Tensor, what: str) ->
     samples = dropout_keys(0, 0, torch.arange(len(rows)))
     with torch.random.fork_rng(devices=[]), torch.no_grad(), use_dropout_keys(samples):
         before = torch.get_rng_state()
-        tried(rows)
+        try:
+            tried(rows)
+        except Exception as error:  # of the model's own code: it is not made for this use
+            raise UserError(f"{what}: it cannot be trained as a tower: {type(error).__name__}: {error}") from error
         drawn = not torch.equal(torch.get_rng_state(), before)
     if drawn:
-        raise ValueError(
+        raise UserError(
             f"{what}: it draws random numbers in training that do not depend on the sample: a step would depend on the split "
             "over ranks. Set its dropout rates to 0, or choose a model whose dropout is layers (nn.Dropout, DropPath)"
         )

@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
@@ -43,8 +43,12 @@ class Recipes(Generic[Config]):
         ('narrow', Small(width=4))
     """
 
-    def __init__(self, model: str, kind: type[Config]) -> None:
-        self.model, self.kind = model, kind
+    def __init__(
+        self, model: str, kind: type[Config], *, adapt: Callable[[Config, Config, Collection[str]], Config] | None = None
+    ) -> None:
+        """`adapt`: from the recipe's config, the config with the changed fields, and the dotted names of the fields that were
+        typed, to the config of the run. It may take back what the recipe has chosen for something that was replaced."""
+        self.model, self.kind, self.adapt = model, kind, adapt
         self.recipes: dict[str, Callable[[], Config]] = {}
 
     def add(self, recipe: Callable[[], Config]) -> Callable[[], Config]:
@@ -102,6 +106,8 @@ class Recipes(Generic[Config]):
             changed = tyro.cli(
                 self.kind, prog=prog, description=description, default=config, args=fields, console_outputs=verbose
             )
+        if self.adapt is not None:
+            changed = self.adapt(config, changed, _typed_fields(fields))
         try:
             validate_config(changed)
         except UserError as error:
@@ -148,6 +154,12 @@ class Recipes(Generic[Config]):
     @property
     def _prog(self) -> str:
         return f"python -m unisono_models.{self.model} train"
+
+
+def _typed_fields(args: Sequence[str]) -> set[str]:
+    """Return the dotted names of the fields in a command line: model.image.frozen of --model.image.no-frozen, too."""
+    names = [arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")]
+    return {re.sub(r"(^|\.)no_(\w+)$", r"\1\2", name) for name in names}
 
 
 def _summary(recipe: Callable[[], Any]) -> str:

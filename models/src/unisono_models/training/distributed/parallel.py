@@ -96,7 +96,8 @@ def _shard(model: nn.Module, blocks: list[nn.Module], config: ParallelConfig, ra
     # No MixedPrecisionPolicy: layers on a CPU cannot mix bfloat16 parameters with float32 activations. With autocast the
     # numbers are those of DDP, at the price of gathering float32.
     mesh = _mesh(config, ranks)
-    broadcast_parameters(model)  # as DDP does; FSDP2 would keep the differences between ranks
+    if not any(parameter.is_meta for parameter in model.parameters()):  # they have no values yet
+        broadcast_parameters(model)  # as DDP does; FSDP2 would keep the differences between ranks
     for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

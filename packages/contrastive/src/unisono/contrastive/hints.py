@@ -31,7 +31,8 @@ def warn_of_likely_mistakes(function: str, x: Tensor, y: Tensor, scale: Tensor |
     factor = value if scale_name == "scale" else 1 / value
     lengths = [_typical_length(features) for features in (x, y)]
     logit = factor * lengths[0] * lengths[1]
-    if factor > 1 and any(length < 0.5 or length > 2 for length in lengths):
+    # A column more, for a log-q correction, may make normalised rows three times as long.
+    if factor > 1 and any(length < 0.5 or length > 4 for length in lengths):
         mistake = (
             f"the features are not normalised: rows have lengths of about {lengths[0]:.3g} and {lengths[1]:.3g}, so that "
             f"logits reach about {logit:.3g}; give it torch.nn.functional.normalize(features, dim=1)"

@@ -4,7 +4,7 @@ from unisono.embedding.clip_grad import clip_grad_norm_
 from unisono.embedding.collection import EmbeddingCollection
 from unisono.embedding.hashing import hash_strings
 from unisono.embedding.id_map import IdMap
-from unisono.embedding.lookup.input_dist import IdOutOfRange
+from unisono.embedding.lookup.input_dist import IdOutOfRange, UnknownFeature
 from unisono.embedding.modules import ShardedEmbedding, ShardedEmbeddingBag
 from unisono.embedding.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad
 from unisono.embedding.parameters import exclude_from_ddp, sharded_parameters
@@ -28,6 +28,7 @@ __all__ = [
     "ShardedEmbedding",
     "ShardedEmbeddingBag",
     "Table",
+    "UnknownFeature",
     "clip_grad_norm_",
     "exclude_from_ddp",
     "hash_strings",

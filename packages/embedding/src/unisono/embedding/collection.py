@@ -1,6 +1,7 @@
 """EmbeddingCollection: many tables in one module. They share one exchange of row numbers and one of rows."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 from unisono.collectives import Group
 from unisono.collectives.groups import resolve_group
 from unisono.embedding.lookup.engine import EngineModule, LookupEngine, Prefetcher
+from unisono.embedding.lookup.input_dist import feature_name_error
 from unisono.embedding.lookup.storage import GradReduce, LookupOptions
-from unisono.embedding.optimizers import Rule
+from unisono.embedding.optimizers import Rule, rule_error
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.planner import Plan, plan_tables
 from unisono.embedding.ragged import Ragged, as_ragged
@@ -36,7 +38,7 @@ class EmbeddingCollection(EngineModule):
 
     forward: takes a dict of features and returns a dict from feature to (bags, dim), or to a Ragged of rows for a table
     without mode. A feature may be a Ragged, (bags, ids) or (bags,) with one id each. Ranks may have different numbers of bags,
-    or none.
+    or none. A feature of several tables gives one output for each, called "feature@table", as in TorchRec.
 
     Backward: each row gets the sum over all ranks of the gradients of its look-ups, divided by the number of ranks if
     grad_reduce="mean". All ranks must run it.
@@ -68,10 +70,19 @@ class EmbeddingCollection(EngineModule):
         super().__init__()
         function = type(self).__name__
         ranks = resolve_group(group)
-        features = [feature for table in tables for feature in table.features]
-        if len({table.name for table in tables}) < len(tables) or len(set(features)) < len(features):
+        tables_of: dict[str, list[str]] = {}
+        for table in tables:
+            for feature in table.features:
+                tables_of.setdefault(feature, []).append(table.name)
+        # The outputs of each feature: one of its name, or one for each table that it looks into, as TorchRec names them.
+        self._outputs = {
+            feature: (feature,) if len(names) == 1 else tuple(f"{feature}@{name}" for name in names)
+            for feature, names in tables_of.items()
+        }
+        outputs = [output for found in self._outputs.values() for output in found]
+        if len({table.name for table in tables}) < len(tables) or len(set(outputs)) < len(outputs):
             names = [table.name for table in tables]
-            raise ValueError(f"{function}: tables and features need different names: {names}, {features}")
+            raise ValueError(f"{function}: tables and outputs need different names: tables {names}, outputs {outputs}")
         if taken := [table.name for table in tables if hasattr(nn.ModuleDict, table.name)]:
             raise ValueError(
                 f"{function}: tables cannot be called {taken}, since torch.nn.ModuleDict has attributes of these names"
@@ -86,15 +97,17 @@ class EmbeddingCollection(EngineModule):
                 batch_size=batch_size,
                 sample=None if sample is None else {name: as_ragged(x) for name, x in sample.items()},
                 memory_per_rank=memory_per_rank,
-                optimizer=optimizer,
+                optimizer=None if rule_error(optimizer) else optimizer,  # the storage will raise, on all ranks
                 dtype=dtype,
                 wire_dtype=wire_dtype,
                 group=group,
             )
         self.plan = plan if isinstance(plan, Plan) else None
+        layouts = _layouts_of(tables, plan, ranks.size)
+        tables = [_name_outputs(table, self._outputs) for table in tables]
         device = torch.empty(0, device=device).device  # with its index
         options = LookupOptions(function, grad_reduce, sparse, wire_dtype, dtype, device)
-        self.engine = LookupEngine(tables, _layouts_of(tables, plan, ranks.size), options, optimizer, group)
+        self.engine = LookupEngine(tables, layouts, options, optimizer, group)
         storage = self.engine.storage
         modules = [ShardedTable(t, x, ranks, plain=sparse) for t, x in zip(tables, storage.layouts, strict=True)]
         self.tables = nn.ModuleDict({table.name: module for table, module in zip(tables, modules, strict=True)})
@@ -104,23 +117,25 @@ class EmbeddingCollection(EngineModule):
 
     def weight(self, table: str) -> nn.Parameter:
         """The parameter of a table: a DTensor for row and column layouts."""
-        found: nn.Parameter = self.tables[table].weight  # type: ignore[assignment]
-        return found
+        return self._table("weight", table).weight
 
     def full_weight(self, table: str) -> Tensor:
         """Gather all rows of a table on every rank, whatever the layout. All ranks call."""
-        module = self.tables[table]
-        assert isinstance(module, ShardedTable)
-        return module.full_weight()
+        return self._table("full_weight", table).full_weight()
+
+    def _table(self, function: str, name: str) -> ShardedTable:
+        module = dict(self.tables.items()).get(name)
+        if not isinstance(module, ShardedTable):
+            raise KeyError(f"{type(self).__name__}.{function}: there is no table {name!r}; the tables are {[*self.tables]}")
+        return module
 
     def forward(self, features: Features) -> dict[str, Tensor | Ragged]:
         inputs, error = self._read(features)
         started = None if self._prefetcher is None else self._prefetcher.take(features, inputs)
         found = self.engine.look_up(inputs, error) if started is None else self.engine.finish(started)
-        modes = {feature: table.mode for table in self.engine.storage.tables for feature in table.features}
+        modes = {output: table.mode for table in self.engine.storage.tables for output in table.features}
         return {
-            name: found[name] if modes[name] else Ragged(found[name], as_ragged(bags).offsets)
-            for name, bags in features.items()
+            output: found[output] if modes[output] else Ragged(found[output], bags.offsets) for output, bags in inputs.items()
         }
 
     def prefetch(self, features: Features) -> None:
@@ -137,8 +152,7 @@ class EmbeddingCollection(EngineModule):
 
     def reset_rows(self, table: str, rows: Tensor) -> None:
         """Set rows of a table to zero and their optimizer state to its initial value, on whichever ranks they lie."""
-        module = self.tables[table]
-        assert isinstance(module, ShardedTable)
+        module = self._table("reset_rows", table)
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < module.table.rows:
             raise IndexError(f"reset_rows: rows {int(rows.min())} to {int(rows.max())}: {table!r} has {module.table.rows}")
         box, rule = module.box, self.engine.storage.rule
@@ -150,11 +164,18 @@ class EmbeddingCollection(EngineModule):
             module.states[name][own] = value[:1]
 
     def _read(self, features: Features) -> tuple[dict[str, Ragged], str]:
-        """The features as Ragged, and what is wrong with them: all ranks have to raise together."""
+        """The input of each output as Ragged, and what is wrong with it: all ranks have to raise together."""
         if not isinstance(features, Mapping):
             return {}, f"features: expected a dict from feature to Ragged or Tensor, got {type(features).__name__}"
+        if error := feature_name_error(features, self._outputs):
+            return {}, error
         try:
-            return {name: as_ragged(bags) for name, bags in features.items()}, ""
+            return {
+                output: bags
+                for name, given in features.items()
+                for bags in [as_ragged(given)]
+                for output in self._outputs[name]
+            }, ""
         except TypeError as error:
             return {}, str(error)
         except Exception as error:
@@ -162,6 +183,12 @@ class EmbeddingCollection(EngineModule):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prefetcher": None}  # a copy prefetches for itself
+
+
+def _name_outputs(table: Table, outputs: Mapping[str, tuple[str, ...]]) -> Table:
+    """The table with the names of its outputs as features, so that each looks into one table."""
+    shared = {feature: f"{feature}@{table.name}" for feature in table.features if len(outputs[feature]) > 1}
+    return replace(table, features=[shared.get(feature, feature) for feature in table.features])
 
 
 def _layouts_of(tables: Sequence[Table], plan: object, world_size: int) -> list[Layout]:
@@ -172,6 +199,9 @@ def _layouts_of(tables: Sequence[Table], plan: object, world_size: int) -> list[
     if not isinstance(plan, Plan | Mapping):
         return [as_layout(plan, function)] * len(tables)
     layouts = plan.layouts if isinstance(plan, Plan) else plan
-    if missing := [table.name for table in tables if table.name not in layouts]:
+    names = [table.name for table in tables]
+    if missing := [name for name in names if name not in layouts]:
         raise ValueError(f"{function}: plan has no layout for table {missing[0]!r}; it has {sorted(layouts)}")
+    if unknown := [name for name in layouts if name not in names]:
+        raise ValueError(f"{function}: plan has a layout for {unknown[0]!r}, which is no table; the tables are {names}")
     return [as_layout(layouts[table.name], function) for table in tables]

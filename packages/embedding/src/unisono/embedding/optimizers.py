@@ -6,9 +6,10 @@ GradientConsumer: FusedUpdate applies such a rule; ParameterGradients collects g
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,9 @@ class SGD:
     lr: float
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        _validate_numbers(self)
+
     def states(self, weight: Tensor) -> dict[str, Tensor]:
         return {}
 
@@ -51,6 +55,9 @@ class RowwiseAdagrad:
     weight_decay: float = 0.0
     initial_accumulator_value: float = 0.0
 
+    def __post_init__(self) -> None:
+        _validate_numbers(self)
+
     def states(self, weight: Tensor) -> dict[str, Tensor]:
         return {"sum": weight.new_full((weight.shape[0],), self.initial_accumulator_value, dtype=state_dtype(weight))}
 
@@ -69,6 +76,9 @@ class Adagrad:
     eps: float = 1e-10
     weight_decay: float = 0.0
     initial_accumulator_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        _validate_numbers(self)
 
     def states(self, weight: Tensor) -> dict[str, Tensor]:
         return {"sum": torch.full_like(weight, self.initial_accumulator_value, dtype=state_dtype(weight))}
@@ -91,6 +101,9 @@ class Adam:
     eps: float = 1e-8
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        _validate_numbers(self)
+
     def states(self, weight: Tensor) -> dict[str, Tensor]:
         zeros = torch.zeros_like(weight, dtype=state_dtype(weight))
         return {"mean": zeros, "square": zeros.clone()}
@@ -104,6 +117,16 @@ class Adam:
         steps = int(state["step"])
         rate = lr * (1 - beta2**steps) ** 0.5 / (1 - beta1**steps)
         _add_rows(weight, rows, mean.div_(square.sqrt_().add_(self.eps)), -rate)
+
+
+def _validate_numbers(rule: Any) -> None:
+    """Raise ValueError if a number of the rule is negative, infinite or NaN, or a beta is not below 1."""
+    for field in fields(rule):
+        given = getattr(rule, field.name)
+        for number in given if isinstance(given, tuple) else [given]:
+            if not isinstance(number, int | float) or not 0 <= number < (1 if field.name == "betas" else math.inf):
+                limit = "from 0 to below 1" if field.name == "betas" else "not negative and finite"
+                raise ValueError(f"{type(rule).__name__}: {field.name}={given!r} must be {limit}")
 
 
 Rule = SGD | RowwiseAdagrad | Adagrad | Adam
@@ -263,6 +286,14 @@ class ParameterGradients(GradientConsumer):
         for rows, sums, _ in parts:
             dense.index_copy_(0, rows, sums)
         return self.modules[table].shape_as(dense)
+
+
+def rule_error(rule: object) -> str:
+    """Say what is wrong with what a user gave as `optimizer`; "" if nothing is."""
+    if rule is None or (hasattr(rule, "states") and not isinstance(rule, type)):
+        return ""
+    given = rule.__name__ if isinstance(rule, type) else type(rule).__name__
+    return f"optimizer={given}: expected one of unisono.embedding, such as RowwiseAdagrad(lr=0.1)"
 
 
 def counts_steps(rule: Rule | None) -> bool:

@@ -60,9 +60,12 @@ class Ragged(NamedTuple):
         return cls(ids.values(), offsets, None if weights is None else weights.values())
 
     @classmethod
-    def from_keyed_jagged(cls, features: Any) -> dict[str, Ragged]:
-        """Make a dict of features from TorchRec's KeyedJaggedTensor."""
+    def from_keyed_jagged(cls, features: Any, *, names: Sequence[str] | None = None) -> dict[str, Ragged]:
+        """Make a dict of features from TorchRec's KeyedJaggedTensor: of all its keys, or of `names` only."""
         found = features.to_dict()
+        if missing := [name for name in names or () if name not in found]:
+            raise KeyError(f"Ragged.from_keyed_jagged: names: {missing[0]!r} is no key; the keys are {[*found]}")
+        found = found if names is None else {name: found[name] for name in names}
         return {name: cls(x.values(), x.offsets().to(torch.int64), x.weights_or_none()) for name, x in found.items()}
 
 

@@ -65,6 +65,10 @@ class Table:
         return self.max_norm is None or self.padding_idx is None  # a padding row is not summed, but renormalised
 
     def _validation_error(self) -> str:
+        if not isinstance(self.name, str) or not all(isinstance(feature, str) for feature in self.features):
+            return f"the name and features={self.features} must be strings"
+        if type(self.rows) is not int or type(self.dim) is not int:
+            return f"rows={self.rows!r} and dim={self.dim!r} must be integers"
         if not self.name or "." in self.name:
             return "the name must not be empty or have a dot, since it is part of a key of state_dict"
         if self.rows < 0 or self.dim < 0:

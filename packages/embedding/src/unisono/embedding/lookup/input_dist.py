@@ -7,7 +7,7 @@ was looked up, if gradients are scaled by frequency), then the bags that the own
 the bits of their weights, if any feature has weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,6 +29,12 @@ _FEW = 12  # ranks up to which everybody receives all counts; beyond, each recei
 
 class IdOutOfRange(MismatchError, IndexError):  # noqa: N818 - users read it where they catch it
     """An id beyond the rows of its table, on some rank. All ranks raise the same error."""
+
+
+class UnknownFeature(MismatchError, KeyError):  # noqa: N818 - users read it where they catch it
+    """A feature that looks into no table, or one that is missing, on some rank. All ranks raise the same error."""
+
+    __str__ = Exception.__str__  # that of KeyError shows the text with its line breaks escaped
 
 
 class FeatureIds(NamedTuple):
@@ -186,12 +192,21 @@ def _describe(name: str, bags: object) -> str:
     return f"{name}{'*' * (weights is not None)}{'+' * learned}"
 
 
+def feature_name_error(given: Collection[str], known: Collection[str]) -> str:
+    """Say which features are missing or unknown; "" if none is."""
+    for name in given:
+        if name not in known:
+            return f"feature {name!r} looks into no table; the features are {', '.join(known)}"
+    missing = [name for name in known if name not in given]
+    return f"missing features: {', '.join(missing)}; the features are {', '.join(known)}" if missing else ""
+
+
 def _input_error(storage: ShardStorage, inputs: Mapping[str, Ragged]) -> str:
     """Say what is wrong with the inputs; "" if nothing is."""
     features, device = storage.table_of_feature, storage.options.device
+    if error := feature_name_error(inputs, features):
+        return error
     for name, bags in inputs.items():
-        if name not in features:
-            return f"feature {name!r} looks into no table; the features are {', '.join(features)}"
         if error := ragged_error(f"feature {name!r}", bags):
             return error
         if away := [x for x in bags if x is not None and x.device.type != device.type]:
@@ -199,8 +214,6 @@ def _input_error(storage: ShardStorage, inputs: Mapping[str, Ragged]) -> str:
         mode = storage.tables[features[name]].mode
         if bags.weights is not None and mode != "sum":
             return f"feature {name!r}: weights go with mode='sum' only, not with {mode!r}"
-    if missing := [name for name in features if name not in inputs]:
-        return f"missing features: {', '.join(missing)}"
     return _number_error([(name, storage.tables[features[name]], bags) for name, bags in inputs.items()])
 
 
@@ -255,7 +268,12 @@ def _exchange_counts(
             function, ranks, same=words, numbers=numbers, words=lambda: words, device=device, rule=rule, problem=error
         )
     except MismatchError as mismatch:
-        raise (IdOutOfRange(str(mismatch)) if "is out of range: table" in str(mismatch) else mismatch) from None
+        text = str(mismatch)
+        if "is out of range: table" in text:
+            raise IdOutOfRange(text) from None
+        if "looks into no table; the features are" in text or "missing features: " in text:
+            raise UnknownFeature(text) from None
+        raise
     if ranks.size == 1:
         return own
     if few:

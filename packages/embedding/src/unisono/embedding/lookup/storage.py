@@ -15,7 +15,7 @@ from unisono.collectives import Group, broadcast
 from unisono.collectives.checks import validate_across_ranks
 from unisono.collectives.groups import as_group, process_group, resolve_group, small_message_device
 from unisono.embedding.hashing import mix_seed
-from unisono.embedding.optimizers import FusedOptimizer, Rule, counts_steps, state_dtype
+from unisono.embedding.optimizers import FusedOptimizer, Rule, counts_steps, rule_error, state_dtype
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.sharding.layouts import Layout
 from unisono.embedding.sharding.table_groups import TableGroup, TableShard, group_tables, number_rows
@@ -97,6 +97,7 @@ class ShardStorage:
             error = f"grad_reduce={options.grad_reduce!r} is neither 'mean' nor 'sum'"
         if options.wire_dtype not in (None, torch.bfloat16, torch.float16):
             error = f"wire_dtype={options.wire_dtype!r} is none of None, torch.bfloat16, torch.float16"
+        error = rule_error(self.rule) or error
         try:
             assigned = [layout.assign_ranks(self.ranks.size) for layout in layouts]
         except ValueError as layout_error:
