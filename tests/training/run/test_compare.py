@@ -187,7 +187,7 @@ def test_unfinished_and_unreadable_runs_are_marked(runs, tmp_path, capsys):
     assert (
         f"- {tmp_path}/broken: cannot be read as a run: " in said and f"- {tmp_path}/nothing: cannot be read as a run: " in said
     )
-    with pytest.raises(UserError, match="^there is no run to compare"):
+    with pytest.raises(UserError, match=r"^there is no run to compare"):
         main([str(tmp_path / "broken")])
 
 
