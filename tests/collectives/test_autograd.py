@@ -1,8 +1,11 @@
 """gradcheck and gradgradcheck through real ranks, the named gradients, and torch.func."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch._vmap_internals import _vmap
 
 from tests.collectives.one_process import CASES, SKEWED, inputs_of
 from unisono.collectives import (
@@ -150,6 +153,24 @@ def batched_gradients() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_batched_gradients_match_single_ones(world_size):
     run_ranks(batched_gradients, world_size=world_size)
+
+
+def batched_gradient_in_another_thread() -> None:
+    """On accelerators autograd runs in threads of its own, where torch's counter of levels does not count this batch."""
+    batch = torch.arange(6.0).view(3, 2)
+    results = []
+
+    def in_thread(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: results.append(all_gather(x, sizes=(2, 2))))
+        thread.start()
+        thread.join()
+        return results[-1]
+
+    assert _vmap(in_thread)(batch).tolist() == torch.cat([batch, batch], 1).tolist()
+
+
+def test_batched_gradient_in_another_thread():
+    run_ranks(batched_gradient_in_another_thread, world_size=2)
 
 
 def incoming_gradient_is_left_alone() -> None:

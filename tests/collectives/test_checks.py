@@ -71,6 +71,10 @@ UNCHECKED: dict[str, tuple[Callable[[int], object], list[str]]] = {
         lambda r: Ring([torch.zeros(2)] * (1 - r)),
         ["rank 1: tensors: expected at least one tensor, got an empty sequence"],
     ),
+    "Ring of a tensor instead of a list on one rank": (
+        lambda r: Ring(torch.zeros(2) if r else [torch.zeros(2)]),
+        ["rank 1: tensors: expected a list of tensors, got one tensor: pass [x]"],
+    ),
     "Ring counts": (lambda r: Ring([torch.zeros(2)] * (1 + r)), ["tensors=1", "tensors=2"]),
     "float8 that needs a gradient on one rank": (
         lambda r: all_gather(torch.zeros(2, requires_grad=bool(r)).to(torch.float8_e5m2)),
@@ -79,6 +83,10 @@ UNCHECKED: dict[str, tuple[Callable[[int], object], list[str]]] = {
     "float8 that needs a gradient in a tree": (
         lambda r: all_gather({"x": torch.zeros(2, requires_grad=bool(r)).to(torch.float8_e5m2)}),
         ["rank 1: x: the ranks cannot add gradients in torch.float8_e5m2"],
+    ),
+    "scatter sizes of floats": (
+        lambda r: scatter(None if r else torch.zeros(4), sizes=torch.tensor([1.5, 2.5])),
+        ["rank 0: sizes=(1.5, 2.5) must be integers"],
     ),
     "scatter sizes": (
         lambda r: scatter(None if r else torch.zeros(4), sizes=None if r else [1, 2]),
@@ -127,6 +135,15 @@ def dtensors_are_refused() -> None:
 
 def test_dtensors_are_refused_by_name():
     run_ranks(dtensors_are_refused, world_size=2)
+
+
+@pytest.mark.parametrize("sizes", [torch.tensor([2.0]), [2.0], [True], "2"])
+def test_sizes_that_are_no_integers_are_refused(sizes):
+    for call in (all_gather, gather, shift, reduce_scatter, lambda x, sizes: Ring([x], sizes=sizes)):
+        with pytest.raises(ValueError, match=r"sizes=\(.*\) must be integers"):
+            call(torch.ones(2), sizes=sizes)
+    with pytest.raises(ValueError, match=r"all_to_all_single: receive_sizes=\(.*\) must be integers"):
+        all_to_all_single(torch.ones(2), send_sizes=[2], receive_sizes=sizes)
 
 
 def test_ops_that_are_not_reductions_are_refused():

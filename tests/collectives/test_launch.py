@@ -4,13 +4,14 @@ import os
 import socket
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from unisono.collectives import init_distributed, read_launch_env
-from unisono.collectives.launch import LaunchEnv
+from unisono.collectives.launch import LaunchEnv, choose_device
 
 CONVENTION = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 STEP = {
@@ -53,6 +54,7 @@ BATCH_STEP = {"SLURM_STEP_ID": str(0xFFFFFFFB)}
         (STEP | {"SLURM_STEP_NODELIST": "a[3-4]-ib[0,2],b"}, LaunchEnv(3, 4, 1, None, "a3-ib0", 13_979, "slurm")),
         (STEP | ADDRESS | {"WORLD_SIZE": "4"}, LaunchEnv(3, 4, 1, None, "node7", 29500, "slurm")),
         (STEP | {"MASTER_ADDR": "node7"}, LaunchEnv(3, 4, 1, None, "node7", 13_979, "slurm")),
+        (STEP | {"MASTER_PORT": "29500"}, LaunchEnv(3, 4, 1, None, "gpu07", 29500, "slurm")),
         (STEP | {"PMI_RANK": "3", "PMI_SIZE": "4"}, LaunchEnv(3, 4, 1, None, "gpu07", 13_979, "slurm")),
         (STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}, None),
         (MPI | ADDRESS, LaunchEnv(2, 4, 0, 2, "node7", 29500, "openmpi")),
@@ -146,6 +148,24 @@ def test_a_rank_that_nobody_joins_says_where_it_waited():
     script = "from unisono.collectives import init_distributed; init_distributed(timeout=1)"
     errors = start(variables, script).communicate(timeout=60)[1]
     assert "init_distributed: rank 0 of 2 (by env) did not meet the other ranks at 127.0.0.1:" in errors
+
+
+@pytest.mark.parametrize(
+    ("launcher", "local_rank", "count", "index"),
+    [("slurm", 1, 1, 0), ("slurm", 1, 4, 1), ("env", None, 1, 0), ("torchrun", 1, 1, None), ("env", None, 4, None)],
+)
+def test_each_rank_gets_a_device_that_it_sees(monkeypatch, launcher, local_rank, count, index):
+    """srun --gpus-per-task=1 shows each process one device: ranks other than the first of a host raised."""
+    monkeypatch.setattr(torch, "accelerator", accelerator := mock.Mock())
+    accelerator.current_accelerator.return_value = torch.device("cuda")
+    accelerator.device_count.return_value = count
+    env = LaunchEnv(1, 2, local_rank, None, "node7", 29500, launcher)
+    if index is None:
+        with pytest.raises(ValueError, match=f"LOCAL_RANK is .* {count} device"):
+            choose_device(env)
+    else:
+        assert choose_device(env) == torch.device("cuda", index)
+        accelerator.set_device_index.assert_called_with(index)
 
 
 def keeps_the_group():

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -59,6 +60,19 @@ def hang_on(bad_rank: int) -> None:
 
 def length_of(argument: bytes) -> int:
     return len(argument)
+
+
+def stop_within_a_large_result() -> bytes:
+    """Send the length of the result, and stop before the result itself."""
+    if dist.get_rank() == 1:
+        send = Connection._send
+
+        def stop_after_first(self: Connection, part: bytes) -> None:
+            send(self, part)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        Connection._send = stop_after_first
+    return b"0" * (1 << 20)
 
 
 def return_a_lambda() -> object:
@@ -166,6 +180,11 @@ def test_stopped_rank_does_not_hold_up_a_large_argument(failed):
     wake.start()
     assert states(failed(length_of, b"0" * (8 << 20), timeout=2.0)) == ["returned", "hung", "returned"]
     wake.cancel()
+
+
+def test_rank_that_stops_within_a_large_result_hangs_alone(failed):
+    """Its part of the result was read without a timeout, so that run_ranks never returned."""
+    assert states(failed(stop_within_a_large_result, timeout=2.0)) == ["returned", "hung", "returned"]
 
 
 def test_result_that_cannot_be_sent_is_reported(failed):

@@ -82,6 +82,7 @@ def test_own_ratings_train_on_any_ranks_and_recommend(ranks, csv, tmp_path, caps
         recommend.main([str(tmp_path / "one"), "--user", "nobody"])
     report = (tmp_path / "two" / "report.html").read_text()
     assert "3 of 243 rows skipped" in report and "are used" in report and "published" not in report
+    assert not re.search(r"\d\.0000<", report)  # a count has no decimals
 
 
 def test_implicit_ratings_of_a_few_rows_train_two_towers(tmp_path):

@@ -14,6 +14,7 @@ from unisono_models.recommender.commands.evaluate import Options, evaluate_run
 from unisono_models.recommender.model.export import read_export
 from unisono_models.recommender.train import main
 from unisono_models.training.distributed.launch import Ranks
+from unisono_models.training.errors import UserError
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 FEATURES = ["I1", "I2", "C1:id:60", "C2:id:40", "C3:id:9"]
@@ -121,3 +122,10 @@ def test_too_few_lines_say_what_to_do(days, tmp_path):
     assert "make smaller chunks (--data.chunk-rows)" in train_and_catch(tmp_path / "run", days, "--data.chunk-rows", "2000")
     saved = json.loads((tmp_path / "run/config.json").read_text())
     assert saved["config"]["data"]["chunk_rows"] == 2000
+
+
+@pytest.mark.parametrize("option", [("--data.threshold", "4.0"), ("--data.keep", "[4,inf)")], ids=lambda option: option[0])
+def test_options_of_ratings_are_refused_for_clicks(days, tmp_path, option):
+    """They were ignored, and nothing said so."""
+    with pytest.raises(UserError, match=re.escape(f"{option[0]} {option[1]}: click logs have labels")):
+        train(tmp_path / "run", days, *option)

@@ -168,3 +168,14 @@ def fails_alike(path):
 
 def test_what_fails_on_rank_0_fails_on_all_ranks(ranks, tmp_path):
     ranks(fails_alike, tmp_path / "tokenizer.json", world_size=2)
+
+
+def test_swapped_ids_change_the_fingerprint():
+    """The file stays a good tokenizer of the same size: a resumed run did not notice."""
+    tokenizer = small_tokenizer()
+    content = json.loads(tokenizer.to_json())
+    words = content["model"]["vocab"]
+    words["dog"], words["cat"] = words["cat"], words["dog"]
+    swapped = CaptionTokenizer.from_json(json.dumps(content), tokens=16)
+    assert swapped.vocabulary == tokenizer.vocabulary and swapped.fingerprint() != tokenizer.fingerprint()
+    assert CaptionTokenizer.from_json(tokenizer.to_json(), tokens=16).fingerprint() == tokenizer.fingerprint()

@@ -61,11 +61,12 @@ def test_interpolations_begin_and_end_with_samples(finished_run, tmp_path):
     ("args", "message"),
     [
         (["--labels", "cat", "cow"], "--labels: 'cow' is not a class; the classes are cat, dog, owl"),
-        (["--texts", "a cat"], "model.condition=class: use --labels"),
+        (["--texts", "a cat"], "--model.condition class: use --labels"),
         (["--count", "0"], "--count 0: must be at least 1"),
         (["--interpolate", "1"], "--interpolate 1: must be at least 2"),
         (["--truncation", "nan"], "--truncation nan"),
         (["--out", "grid.gif"], "must end in .png"),
+        (["--out", "/dev/null/grid.png"], "--out /dev/null/grid.png: cannot be written"),
     ],
 )
 def test_wrong_options_are_rejected(finished_run, args, message):

@@ -28,6 +28,16 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(ranks, every):
     assert [told for _, told in seen] == [None, "SIGTERM", None]
 
 
+def with_a_failure_of_rank_0(every):
+    with StopSignal(every=every) as stop_signal:
+        return [stop_signal.agree(failed=dist.get_rank() == 0)[1] for _ in range(4)]
+
+
+def test_ranks_agree_about_a_failure(ranks):
+    """A rank that answered by what it knows alone would wait for the others."""
+    assert ranks(with_a_failure_of_rank_0, 3, world_size=2) == [[False, False, True, False]] * 2
+
+
 def test_the_second_interrupt_ends_at_once(monkeypatch):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with StopSignal() as stop_signal:

@@ -25,9 +25,10 @@ class ImageConfig:
     """The image tower: any timm model, and a head."""
 
     model: str = "test_convnext"
-    """The name of the timm model, as timm.create_model takes it."""
+    """The name of the timm model, as timm.create_model takes it. With another name than the recipe's, the recipe's kwargs,
+    maps, pretrained, batch_norm, frozen and views do not apply, unless you type them, too."""
     kwargs: JsonDict = field(default_factory=dict)
-    """More arguments of timm.create_model."""
+    """More arguments of timm.create_model, such as {"patch_size": 8}: numbers, and few texts. img_size is found by itself."""
     size: int = 32
     """Width and height of the images, in pixels."""
     pretrained: str = ""
@@ -47,7 +48,7 @@ class ImageConfig:
     dropout: float = 0.0
     """The dropout rate of the features that enter the head."""
     frozen: bool = False
-    """Train only the head (locked-image tuning)."""
+    """Train only the head, and keep the weights of the tower (locked-image tuning). It needs `pretrained`."""
     views: int = 0
     """For a frozen tower: encode this number of views of each image once, before training, and cache the features; the first
     view is the image itself. 0: each step augments and encodes its images."""
@@ -61,7 +62,8 @@ class TextConfig:
     """A folder, package:NAME for an installed package that has a model, or a name on the Hugging Face hub. Empty: random
     weights, of a model that `config` describes."""
     config: JsonDict = field(default_factory=dict)
-    """The fields of a transformers config with its model_type, for a model with random weights."""
+    """The fields of a transformers config. With its model_type they describe a model with random weights; without it they
+    change fields of `model`."""
     tokenizer: Literal["model", "captions"] = "captions"
     """model: the tokenizer that comes with `model`. captions: byte-pair encoding that is trained on the captions and saved
     with the run."""
@@ -76,8 +78,9 @@ class TextConfig:
     dropout: float = 0.0
     """The dropout rate of the features that enter the head."""
     frozen: bool = False
-    """Train only the head. The features of all captions are then computed once, before training, and standardized. If there
-    are more than 200,000 captions, each step computes its own features, which are not standardized."""
+    """Train only the head, and keep the weights of `model`. The features of all captions are then computed once, before
+    training, and standardized. If there are more than 200,000 captions, each step computes its own features, which are not
+    standardized."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class LossConfig:
     init_scale: float | None = None
     """The initial scale of the logits. None: 1 / 0.07 for clip, 10 for sigmoid."""
     label_smoothing: float = 0.0
-    """Label smoothing of the clip loss."""
+    """The probability that the clip loss spreads over all pairs of the batch instead of the right one."""
     decoupled: bool = False
     """Leave the positive pair out of the denominator (decoupled contrastive learning)."""
     image_weight: float = 0.0
@@ -148,15 +151,16 @@ class DataConfig:
     """The images and captions."""
 
     source: str = "emoji"
-    """The name of a registered dataset, such as emoji, or a path: a folder or pattern of webdataset tars or parquet files, or
-    a CSV or TSV file of image paths and captions."""
+    """The name of a registered dataset, such as emoji, or a path: a CSV or TSV file of image paths and captions, a folder of
+    images (the caption of cat/1.jpg is the text of cat/1.txt, or else "cat"), or webdataset tars or parquet files, as a folder
+    or a pattern."""
     batch: int = 512
-    """The number of pairs in a global batch, over all ranks."""
+    """The number of pairs in a step, which all ranks share. More than there are to train on means all of them."""
     split: Literal["vendor", "drawing"] = "vendor"
     """emoji: what is held out. vendor: all drawings by OpenMoji. drawing: one drawing of each concept. Both also hold out
     concepts that are never trained on."""
     languages: tuple[str, ...] = ("en",)
-    """emoji: the languages of the captions: ar de en es fa fr id it ja ko pt ru tr zh."""
+    """emoji: the languages whose names of the emoji are captions. There are ar de en es fa fr id it ja ko pt ru tr zh."""
     words: Literal["names", "names and aliases"] = "names"
     """emoji: whether the other English names of an emoji are captions, too."""
     toned: float = 1.0

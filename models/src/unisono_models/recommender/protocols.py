@@ -96,6 +96,12 @@ def check_labels(config: Config, datasets: Datasets) -> None:
             )
         return
     if ratings is None:
+        for name, value in (("threshold", config.data.threshold), ("keep", config.data.keep or None)):
+            if value is not None:
+                raise UserError(
+                    f"--data.{name} {value}: click logs have labels of 0 and 1 instead of ratings. Leave the option out, or "
+                    "train on ratings (--data.format ratings)"
+                )
         return
     hint = f"train two towers, which learn from positives alone: two_tower --data.source {config.data.source}"
     if not datasets.config.label:

@@ -24,6 +24,7 @@ from unisono_models.training.run.run_directory import RunDirectory
 HIGHLIGHTS = ("test/auc", "test/log_loss", "test/ndcg@10", "test/recall@10", "test/hit@10")
 CLICK_METRICS = ("auc", "log_loss", "accuracy", "rate", "predicted_rate", "rows", "bad_rows")
 RANKING_METRICS = ("ndcg@10", "recall@10", "hit@10", "mrr@10", "precision@10", "recall@50", "users")
+COUNTS = ("rows", "bad_rows", "users")
 # RecBole 1.2, benchmark/md/ml-1m_context.md and its results: embeddings of 16, random 8:1:1, best of a search by validation.
 PUBLISHED_CONTEXT = {
     "lr": {"auc": 0.8699, "log_loss": 0.3488},
@@ -57,7 +58,8 @@ def write_run_report(
     weights = full_weights(module.model, keep=ranks.first)
     skip_note = skipped.report()
     images = []
-    tables = {"Test": metric_rows(config, metrics)}
+    test_rows = metric_rows(config, metrics)
+    tables = {"Test": [row for row in test_rows if row["metric"] not in COUNTS]}  # the same decimals in a column
     with raise_together("write_run_report"):
         if ranks.first:
             write_export(
@@ -89,7 +91,7 @@ def write_run_report(
         highlights=[name for name in HIGHLIGHTS if name in metrics],
     )
     if ranks.first:
-        print_table(tables["Test"], title="Test", format_cell=_format_cell)
+        print_table(test_rows, title="Test", format_cell=_format_cell)
         recommend = {"Recommend": f"unisono_models.recommender recommend {run.path}"} if ratings is not None else {}
         print_next_commands(run, recommend)
     run.finish(metrics)  # last: a run that is marked as finished is not started again

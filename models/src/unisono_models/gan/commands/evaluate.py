@@ -17,9 +17,8 @@ from unisono_models.gan.model.sampling import generate_for_evaluation
 from unisono_models.gan.report import metric_rows
 from unisono_models.training.config.serialization import read_json
 from unisono_models.training.distributed.launch import Ranks, start_ranks
-from unisono_models.training.distributed.object_collectives import RanksError, raise_together
+from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.distributed.watchdog import Watchdog
-from unisono_models.training.errors import UserError
 from unisono_models.training.run.report import print_table
 from unisono_models.training.run.run_directory import RunError, find_run
 
@@ -33,9 +32,9 @@ class EvaluateOptions:
     run: Annotated[Path, tyro.conf.Positional]
     """The directory of the run."""
     samples: int | None = None
-    """Number of images to generate. The default is that of the run. Fewer images give larger distances by chance."""
+    """The number of images to generate. Without it, it is that of the run. Fewer images give larger distances by chance."""
     seed: int | None = None
-    """Seed of the noise. The default is that of the run, which gives the metrics of its summary."""
+    """The seed of the noise. Without it the run's own seed is used, which gives the metrics of its summary."""
 
 
 def evaluate_run(options: EvaluateOptions, ranks: Ranks, watchdog: Watchdog | None = None) -> list[dict[str, float | str]]:
@@ -72,9 +71,6 @@ def evaluate_run(options: EvaluateOptions, ranks: Ranks, watchdog: Watchdog | No
 def main(args: Sequence[str] | None = None) -> None:
     options = tyro.cli(EvaluateOptions, prog="python -m unisono_models.gan evaluate", args=args)
     with start_ranks(timeout=_TIMEOUT) as ranks, Watchdog(ranks, timeout=_TIMEOUT) as watchdog:
-        try:
-            rows = evaluate_run(options, ranks, watchdog)
-        except (ValueError, OSError, RanksError) as error:
-            raise UserError(str(error)) from error
+        rows = evaluate_run(options, ranks, watchdog)
         if ranks.first:
             print_table(rows, title=str(options.run))

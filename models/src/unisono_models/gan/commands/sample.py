@@ -22,7 +22,6 @@ from unisono_models.gan.model.sampling import (
     generate_interpolations,
     select_classes,
 )
-from unisono_models.training.errors import UserError
 from unisono_models.training.run.run_directory import RunError, find_run
 
 _COUNT = 8  # default number of images for each condition
@@ -38,21 +37,21 @@ class SampleOptions:
     run: Annotated[Path, tyro.conf.Positional]
     """The directory of the run."""
     labels: tuple[str, ...] = ()
-    """Names or numbers of classes, for a run with model.condition class. The default is all classes, at most 20.
-    Each gets a column, or a row if their names are long."""
+    """The names or numbers of the classes to generate, for a run with --model.condition class. Without it all classes are
+    generated, at most 20. Each gets a column, or a row if their names are long."""
     texts: tuple[str, ...] = ()
-    """Texts, for a run with model.condition text. Each gets a row."""
+    """The texts to generate images for, for a run with --model.condition text. Each gets a row."""
     vectors: Path | None = None
-    """A .npy file of vectors, for a run with model.condition vector. Each of its rows gets a row."""
+    """A .npy file of vectors to generate images for, for a run with --model.condition vector. Each of its rows gets a row."""
     count: int | None = None
-    """Number of images for each label, text or vector (default 8); with --interpolate, number of rows for each (default 1).
-    Without a condition: number of all images (default 64), or of all rows (default 10)."""
+    """The number of images for each label, text or vector (8 if it is not given); with --interpolate, the number of rows for
+    each (1). For a run without a condition it is the number of all images (64), or of all rows (10)."""
     interpolate: int | None = None
     """Show rows of this many images that go from one noise vector to another by spherical interpolation."""
     seed: int = 0
-    """Seed of the noise. The same seed gives the same images."""
+    """The seed of the noise. The same seed gives the same images."""
     truncation: float = 1.0
-    """Factor of the noise. Below 1 the images are more alike and more typical."""
+    """The noise is multiplied by this factor. Below 1 the images are more alike and more typical."""
     out: Path = Path("samples.png")
     """The PNG file to write."""
 
@@ -89,7 +88,7 @@ def choose_conditions(exported: ExportedGenerator, options: SampleOptions) -> Sa
     for other, value in given.items():
         if value and other != kind:
             advice = f"use {option_names[kind]}" if kind in option_names else "it takes no conditions"
-            raise RunError(f"{option_names[other]}: the generator was trained with model.condition={kind}: {advice}")
+            raise RunError(f"{option_names[other]}: the generator was trained with --model.condition {kind}: {advice}")
     if kind == "none":
         return SampleConditions(None, (), 1)
     if kind == "class":
@@ -106,7 +105,7 @@ def choose_conditions(exported: ExportedGenerator, options: SampleOptions) -> Sa
         vectors = TextEncoder(exported.text_model, device=torch.device("cpu"))(options.texts)
         return SampleConditions(vectors, options.texts, len(vectors))
     if options.vectors is None:
-        raise RunError("the generator was trained with model.condition=vector: set --vectors to a .npy file")
+        raise RunError("the generator was trained with --model.condition vector: set --vectors to a .npy file")
     return _read_conditions(options.vectors, exported)
 
 
@@ -139,10 +138,11 @@ def _validate(options: SampleOptions) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     options = tyro.cli(SampleOptions, prog="python -m unisono_models.gan sample", args=args)
+    _validate(options)
+    find_run(options.run, model="gan", kind=Config, files=FILES)
+    image = sample(read_export(options.run / "export"), options)
     try:
-        _validate(options)
-        find_run(options.run, model="gan", kind=Config, files=FILES)
-        save_png(sample(read_export(options.run / "export"), options), options.out)
-    except (ValueError, OSError) as error:
-        raise UserError(str(error)) from error
+        save_png(image, options.out)
+    except OSError as error:
+        raise RunError(f"--out {options.out}: cannot be written: {error}") from error
     print(options.out)

@@ -53,9 +53,10 @@ def require_condition(raw: RawImageDataset, config: DataConfig, *, condition: Co
         return replace(raw, images=replace(raw.images, vectors=vectors))
     if condition == "text":
         if not any(raw.images.captions):
+            found = " ".join(note for note in raw.notes if "metadata" in note)
             raise UserError(
                 f"--model.condition text: {source} has no captions. Put a metadata.csv with the columns file_name and text "
-                f"into the folder, or set --model.condition class or none. {' '.join(raw.notes)}".rstrip(". ")
+                f"into the folder, or set --model.condition class or none. {found}".rstrip(". ")
             )
         return _drop_images_without_caption(raw)
     return raw

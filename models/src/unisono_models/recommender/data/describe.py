@@ -73,7 +73,7 @@ def _describe_splits(config: Config, datasets: Datasets) -> list[str]:
     epochs = steps / max(1, -(-train // batch))
     if batch > train:
         lines.append(f"--data.batch {batch:,} is larger than the data: each of the {steps:,} steps takes all {train:,} rows")
-    if epochs > MANY_EPOCHS and datasets.ratings is not None:
+    if epochs > MANY_EPOCHS and datasets.ratings is not None and not config.evaluation.patience:
         lines.append(
             f"the run takes every row {epochs:,.0f} times, and may learn them by heart: --run.steps takes fewer, "
             "--evaluation.patience 3 stops when validation gets no better"

@@ -246,7 +246,7 @@ def _read_csv(path: Path, names: Sequence[str], wanted: Sequence[str]) -> tuple[
 
 def _is_blank(column: Any) -> NDArray[np.bool_]:
     """Which rows of a column have null, or nothing but spaces."""
-    import pyarrow.compute as pc
+    import pyarrow.compute as pc  # type: ignore[import-untyped]
 
     return pc.equal(_text_column(column), "").to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
@@ -254,7 +254,7 @@ def _is_blank(column: Any) -> NDArray[np.bool_]:
 def _text_column(column: Any) -> Any:
     """Convert a column to texts without spaces around them. Lists become texts with separators; null the empty text."""
     import pyarrow as pa
-    import pyarrow.compute as pc  # type: ignore[import-untyped]
+    import pyarrow.compute as pc
     from pyarrow import types
 
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column

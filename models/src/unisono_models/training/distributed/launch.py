@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from unisono.collectives import LaunchEnv, init_distributed, read_launch_env
-from unisono.collectives.launch import choose_device
+from unisono.collectives.launch import choose_backend, choose_device
 from unisono.collectives.sizes import even_sizes
 from unisono_models.training.distributed.rendezvous import call_within, count_lower_ranks_here, open_store, wait_for_ranks
 from unisono_models.training.errors import UserError, process_rank
@@ -142,14 +142,7 @@ def _start_group(env: LaunchEnv, device: torch.device, timeout: float) -> int:
     store.set_timeout(limit)
     prints = not env.local_rank  # one rank of each host
     own_store = wait_for_ranks(store, rank=env.rank, size=env.world_size, timeout=start_timeout, prints=prints)
-    backends = {"cpu": "gloo"} | ({} if device.type == "cpu" else {device.type: dist.get_default_backend_for_device(device)})
-    dist.init_process_group(
-        ",".join(f"{kind}:{backend}" for kind, backend in backends.items()),
-        store=own_store,
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=limit,
-    )
+    dist.init_process_group(choose_backend(device), store=own_store, rank=env.rank, world_size=env.world_size, timeout=limit)
     return count_lower_ranks_here(own_store, rank=env.rank) if env.local_rank is None else env.local_rank
 
 

@@ -52,7 +52,7 @@ class StopSignal:
     def agree(self, *, failed: bool = False) -> tuple[bool, bool]:
         """Return whether any rank got a signal, and whether any rank called this with `failed`, by one message."""
         self._calls += 1
-        any_failed = failed
+        any_failed = False  # until the ranks have agreed: this one must not act alone on what it knows
         if not self._agreed and self._calls % self._every == 0:
             signals, failures = all_reduce(torch.tensor([int(self.received is not None), int(failed)])).tolist()
             self._agreed, any_failed = bool(signals), bool(failures)

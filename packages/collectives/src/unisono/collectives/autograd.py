@@ -92,6 +92,9 @@ KINDS = {
 }
 
 
+_LEVELS = 64  # of torch's batched tensors
+
+
 def run(x: Tensor, plan: LinearMap) -> Tensor:
     """Run `plan` without autograd. The result is always a new tensor; `x` does not change."""
     if wire.is_traced_by_make_fx():
@@ -162,13 +165,23 @@ def apply(x: Tensor, plan: LinearMap) -> Tensor:
 
 def apply_batched(xs: Sequence[Tensor], plans: Sequence[LinearMap]) -> list[Tensor]:
     """Run plan k on `xs[k]`, where some are batches of torch.autograd.grad(is_grads_batched=True): all run as batches, then."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    batched = next(x for x in xs if torch._C._functorch.is_legacy_batchedtensor(x))
-    size = torch._remove_batch_dim(batched, level, 0, 0).shape[0]
+    level, size = _batch_level(next(x for x in xs if torch._C._functorch.is_legacy_batchedtensor(x)))
     rows = [torch._remove_batch_dim(x, level, size, 0).movedim(0, -1) for x in xs]  # rows stay first
     ys = [apply(x, plan) for x, plan in zip(rows, plans, strict=True)]
     return [torch._add_batch_dim(y, y.ndim - 1, level) for y in ys]
+
+
+def _batch_level(x: Tensor) -> tuple[int, int]:
+    """Return the level of a batched tensor, and its batch size.
+
+    torch counts levels by thread, and on accelerators backward runs in threads of its own: only the tensor knows its level.
+    """
+    for level in range(1, _LEVELS):
+        # Where `x` has no such level, it is expanded to the size that is asked for.
+        size, other = (torch._remove_batch_dim(x, level, asked, 0).shape[0] for asked in (0, 1))
+        if size == other:
+            return level, size
+    raise RuntimeError("torch.autograd.grad(is_grads_batched=True): the batch dimension was not found")
 
 
 def _run_as_op(x: Tensor, plan: LinearMap) -> Tensor:

@@ -98,8 +98,7 @@ def init_distributed(*, backend: str | None = None, timeout: float = 600.0) -> t
     env = read_launch_env()
     device = choose_device(env)
     limit = timedelta(seconds=timeout)
-    if backend is None:
-        backend = ",".join(f"{kind}:{name}" for kind, name in _backends(device).items())
+    backend = backend or choose_backend(device)
     if env is None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
     else:
@@ -108,10 +107,16 @@ def init_distributed(*, backend: str | None = None, timeout: float = 600.0) -> t
         except (dist.DistError, TimeoutError) as error:
             raise RuntimeError(
                 f"init_distributed: rank {env.rank} of {env.world_size} (by {env.launcher}) did not meet the other ranks at "
-                f"{env.master_addr}:{env.master_port} within {timeout:g} s: {error}"
+                f"{env.master_addr}:{env.master_port}: {error}"
             ) from error
     atexit.register(_destroy_group)
     return device
+
+
+def choose_backend(device: torch.device) -> str:
+    """Return the `backend` of torch.distributed.init_process_group for a rank on `device`: also for tensors on the CPU."""
+    own = dist.get_default_backend_for_device(device)
+    return "cpu:gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 
 
 def choose_device(env: LaunchEnv | None) -> torch.device:
@@ -129,10 +134,12 @@ def choose_device(env: LaunchEnv | None) -> torch.device:
             "LOCAL_RANK to 0 for the first process of each host, 1 for the second, and so on"
         )
     index = local_rank or 0
+    if count == 1 and env is not None and env.launcher != "torchrun":
+        index = 0  # srun and others show each process its own device only
     if index >= count:
         raise ValueError(
-            f"LOCAL_RANK is {index}, but this host has {count} devices of type {accelerator.type}: start at most {count} "
-            "processes on a host, or hide the devices to use CPUs"
+            f"LOCAL_RANK is {index}, but this host has {count} device{'s' * (count > 1)} of type {accelerator.type}: start at "
+            f"most {count} process{'es' * (count > 1)} on a host, or hide the devices to use CPUs"
         )
     torch.accelerator.set_device_index(index)
     return torch.device(accelerator.type, index)
@@ -222,18 +229,15 @@ def _from_task(env: Mapping[str, str], task: _Task) -> LaunchEnv | None:
         )
     if task.size == 1 and "MASTER_ADDR" not in env:
         return None
-    address, port = _slurm_meeting_point(env) if task.launcher == "slurm" else ("", 0)
-    if not address or "MASTER_ADDR" in env:
-        address, port = _meeting_point(env, f"{_TASK_VARIABLES[task.launcher][0]} is set", port)
+    derived = _slurm_meeting_point(env) if task.launcher == "slurm" else {}
+    address, port = _meeting_point({**derived, **env}, f"{_TASK_VARIABLES[task.launcher][0]} is set")
     return LaunchEnv(task.rank, task.size, task.local_rank, task.local_size, address, port, task.launcher)
 
 
-def _meeting_point(env: Mapping[str, str], reason: str, port: int = 0) -> tuple[str, int]:
-    """Return MASTER_ADDR and MASTER_PORT, which must be set unless a `port` is known."""
+def _meeting_point(env: Mapping[str, str], reason: str) -> tuple[str, int]:
+    """Return MASTER_ADDR and MASTER_PORT, which must be set."""
     if not env.get("MASTER_ADDR"):
         raise ValueError(f"{reason}, but MASTER_ADDR is not: set it to the host of rank 0, the same on all ranks")
-    if "MASTER_PORT" not in env and port:
-        return env["MASTER_ADDR"], port
     if not env.get("MASTER_PORT"):
         raise ValueError(
             f"{reason}, but MASTER_PORT is not: set it to a free port of {env['MASTER_ADDR']}, the same on all ranks"
@@ -241,14 +245,14 @@ def _meeting_point(env: Mapping[str, str], reason: str, port: int = 0) -> tuple[
     return env["MASTER_ADDR"], _integer(env, "MASTER_PORT", least=1, below=1 << 16)
 
 
-def _slurm_meeting_point(env: Mapping[str, str]) -> tuple[str, int]:
-    """Return the first host of the step, where rank 0 runs, and a port that other jobs and steps do not choose."""
+def _slurm_meeting_point(env: Mapping[str, str]) -> dict[str, str]:
+    """Return MASTER_ADDR, the first host of the step, where rank 0 runs, and a MASTER_PORT that other steps do not choose."""
     hosts = next((env[name] for name in ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST") if env.get(name)), "")
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     address = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group() if first else "")  # node[01-03,07] is node01
     job = env.get("SLURM_JOB_ID", "")
     number = 97 * int(job if job.isdecimal() else 0) + int(env["SLURM_STEP_ID"])
-    return address, _PORTS[number % len(_PORTS)]
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(_PORTS[number % len(_PORTS)])}
 
 
 def _integer(env: Mapping[str, str], name: str, *, least: int = 0, below: int | None = None, needed_by: str = "") -> int:
@@ -263,11 +267,6 @@ def _integer(env: Mapping[str, str], name: str, *, least: int = 0, below: int | 
         hint = ": ranks count from 0 to WORLD_SIZE - 1" if name == "RANK" else ""
         raise ValueError(f"{name}={env[name]!r} must be an integer, at least {least}{limit}{hint}")
     return int(text)
-
-
-def _backends(device: torch.device) -> dict[str, str]:
-    own = {} if device.type == "cpu" else {device.type: dist.get_default_backend_for_device(device)}
-    return {"cpu": "gloo"} | {kind: name for kind, name in own.items() if name != "gloo"}
 
 
 def _device_of_group() -> torch.device:

@@ -39,9 +39,10 @@ class Ring:
     def __init__(self, tensors: Sequence[Tensor], *, sizes: Sizes = None, group: Group = None) -> None:
         self.ranks = resolve_group(group)
         self.sizes: tuple[int, ...] = ()
+        problem = _tensors_error(tensors)
         same = f"tensors={len(tensors)}"
-        for x in tensors or [torch.empty(0, device="cpu")]:
-            self.sizes = resolve_sizes("Ring", x, 0, sizes, self.ranks, same=same, problem=_tensors_error(tensors))[1]
+        for x in [torch.empty(0, device="cpu")] if problem else tensors:
+            self.sizes = resolve_sizes("Ring", x, 0, sizes, self.ranks, same=same, problem=problem)[1]
         self._own = [x.detach().contiguous() for x in tensors]
         self._total: Tensor | None = None
         self._pending: list[dist.Work] = []  # contributions that are being sent or received
@@ -94,6 +95,8 @@ class Ring:
 
 
 def _tensors_error(tensors: Sequence[Tensor]) -> str:
+    if isinstance(tensors, Tensor):
+        return "tensors: expected a list of tensors, got one tensor: pass [x]"
     if not tensors:
         return "tensors: expected at least one tensor, got an empty sequence"
     if problem := next((problem for x in tensors if (problem := tensor_error(x))), ""):

@@ -85,6 +85,8 @@ def sizes_error(name: str, sizes: Sequence[int] | None, ranks: GroupRanks) -> st
         return ""
     if not isinstance(sizes, Sequence):
         return f"{name}={sizes!r} must be a sequence of lengths, one for each rank"
+    if any(isinstance(size, (bool, float, str)) for size in sizes):
+        return f"{name}={tuple(sizes)} must be integers"
     if len(sizes) != ranks.size or min(sizes) < 0:
         return f"{name}={tuple(sizes)} must have one length for each of {ranks.size} rank{'s' * (ranks.size > 1)}"
     return ""

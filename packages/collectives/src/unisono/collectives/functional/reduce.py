@@ -81,9 +81,8 @@ def reduce(x: Tensor, op: ReduceOp = "sum", *, root: int = 0, group: Group = Non
     shares = even_sizes(x.numel(), ranks.size)
     result = gather(_reduce_rows(rows.reshape(-1), shares, op, ranks, call), root=root, sizes=shares, group=group)
     if ranks.rank != root:
-        result = x.new_zeros(x.shape) + result.sum(
-            dtype=x.dtype
-        )  # adds the sum of an empty tensor: zeros that are in the graph
+        nothing = result.sum(dtype=x.dtype)  # of an empty tensor: a zero that is in the graph
+        result = x.new_zeros(x.shape) + nothing
     return result.reshape(x.shape)
 
 

@@ -63,7 +63,10 @@ def scatter(x: Tensor | None, dim: int = 0, *, root: int = 0, sizes: Sizes = Non
     if ranks.rank != root:
         shape[dim] = 0
         device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
-        x = torch.empty(shape, dtype=dtype, device=device) if x is None else x.reshape(-1)[:0].to(dtype).reshape(shape)
+        if x is None:
+            x = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            x = x.reshape(-1)[:0].to(device=device, dtype=dtype).reshape(shape)
         if not needs_grad and not torch._C._are_functorch_transforms_active():
             x = x.detach()  # otherwise this rank would wait in backward for the root, which has none
     assert x is not None  # validated by _broadcast_metadata

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Literal
 from unittest import mock
 
@@ -78,7 +79,7 @@ class RankPool:
         self.folder = Path(tempfile.mkdtemp(prefix="unisono-ranks-"))
         self.connections: list[Connection] = []
         self.processes: list[Any] = []
-        self._senders: list[threading.Thread] = []
+        self._callers: list[threading.Thread] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -104,43 +105,50 @@ class RankPool:
             raise TypeError(f"run_ranks: fn must be a top-level function, and its arguments must pickle: {error}") from error
         self.usable = False  # until every rank has returned
         try:
-            for connection in self.connections:
-                # In a thread: a rank that is stopped does not read, and a large message would wait for it.
-                self._senders.append(threading.Thread(target=_send, args=(connection, request), daemon=True))
-                self._senders[-1].start()
-            reports, results = self._collect(time.monotonic() + timeout)
+            reports, results = self._collect(self._start_callers(request), time.monotonic() + timeout)
         except BaseException:  # an interrupt, or a result that does not unpickle: leave no rank behind
             self.close()
             raise
         if any(report.state != "returned" for report in reports):
             self.close()
             raise RanksFailed(getattr(fn, "__qualname__", repr(fn)), reports)
-        self._senders.clear()  # what has returned has been received
         self.usable = True
         return results
 
-    def _collect(self, deadline: float) -> tuple[list[RankReport], list[Any]]:
+    def _start_callers(self, request: bytes) -> SimpleQueue[tuple[int, bytes]]:
+        """Send `request` to all ranks. Return the queue that gets each rank and its answer, empty if the rank has died.
+
+        Each rank has a thread: one that is stopped takes or gives a part of a large message, and then nothing more.
+        """
+        answers: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+        self._callers = [
+            threading.Thread(target=_call_rank, args=(rank, connection, process.sentinel, request, answers), daemon=True)
+            for rank, (connection, process) in enumerate(zip(self.connections, self.processes, strict=True))
+        ]
+        for caller in self._callers:
+            caller.start()
+        return answers
+
+    def _collect(self, answers: SimpleQueue[tuple[int, bytes]], deadline: float) -> tuple[list[RankReport], list[Any]]:
         reports: dict[int, RankReport] = {}
         results: list[Any] = [None] * len(self.processes)
-        while len(reports) < len(self.processes) and (remaining := deadline - time.monotonic()) > 0:
-            open_ranks = [rank for rank in range(len(self.processes)) if rank not in reports]
-            events = [self.connections[rank] for rank in open_ranks] + [self.processes[rank].sentinel for rank in open_ranks]
-            ready = wait(events, remaining)
-            for rank in open_ranks:
-                if self.connections[rank] in ready or self.processes[rank].sentinel in ready:
-                    reports[rank], results[rank] = self._read_report(rank)
-                    if reports[rank].state != "returned":
-                        deadline = min(deadline, time.monotonic() + _GRACE)
+        while len(reports) < len(self.processes):
+            try:
+                rank, answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                break
+            reports[rank], results[rank] = self._read_report(rank, answer)
+            if reports[rank].state != "returned":
+                deadline = min(deadline, time.monotonic() + _GRACE)
         for rank in range(len(self.processes)):
             if rank not in reports:
                 reports[rank] = RankReport(rank, "hung", self._stacks(rank))
         return [reports[rank] for rank in sorted(reports)], results
 
-    def _read_report(self, rank: int) -> tuple[RankReport, Any]:
-        with suppress(EOFError, OSError):
-            if self.connections[rank].poll():
-                state, value = pickle.loads(self.connections[rank].recv_bytes())
-                return RankReport(rank, state, value if state == "raised" else ""), value
+    def _read_report(self, rank: int, answer: bytes) -> tuple[RankReport, Any]:
+        if answer:
+            state, value = pickle.loads(answer)
+            return RankReport(rank, state, value if state == "raised" else ""), value
         self.processes[rank].join(5)
         code = self.processes[rank].exitcode
         reason = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
@@ -161,7 +169,8 @@ class RankPool:
         patience = 1.0 if self.usable else 0.0  # after a failure, ranks may wait for each other for ever
         if self.usable:
             for connection in self.connections:
-                _send(connection, b"")
+                with suppress(OSError):  # a dead rank
+                    connection.send_bytes(b"")
         self.usable = False
         deadline = time.monotonic() + patience
         for process in self.processes:
@@ -169,8 +178,8 @@ class RankPool:
             if process.is_alive():
                 process.kill()
                 process.join()
-        for sender in self._senders:
-            sender.join()  # nobody is left to read: it has ended
+        for caller in self._callers:
+            caller.join()  # nobody is left to read or write: it has ended
         for connection in self.connections:
             connection.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -249,9 +258,16 @@ def _start(process: Any, rank: int) -> None:
             process.start()
 
 
-def _send(connection: Connection, message: bytes) -> None:
-    with suppress(OSError):  # a dead rank: _collect will report it
-        connection.send_bytes(message)
+def _call_rank(
+    rank: int, connection: Connection, sentinel: int, request: bytes, answers: SimpleQueue[tuple[int, bytes]]
+) -> None:
+    answer = b""
+    with suppress(EOFError, OSError):  # the rank has died
+        connection.send_bytes(request)
+        wait([connection, sentinel])  # a process that the rank has started may keep the connection open
+        if connection.poll():
+            answer = connection.recv_bytes()
+    answers.put((rank, answer))
 
 
 def _stacks_file(folder: Path, rank: int) -> Path:
