@@ -80,6 +80,11 @@ def test_what_may_be_meant_is_not_named():
         assert hints_of(call) == []
 
 
+def test_a_temperature_of_zero_is_left_to_others():
+    """On a GPU nobody has read it before. An exception here would be one on this rank alone."""
+    hints.warn_of_likely_mistakes("ntxent_loss", UNIT, UNIT, torch.tensor(0.0), "temperature")
+
+
 def test_no_value_is_read_after_the_first_call():
     clip_loss(UNIT, UNIT, 14.3)
     assert hints_of(lambda: clip_loss(RAW, RAW, 14.3)) == []

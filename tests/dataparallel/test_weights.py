@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unisono.collectives import MismatchError, count_bytes
-from unisono.dataparallel import GradientSync, SyncBatchNorm, broadcast_parameters, sync_gradients
+from unisono.dataparallel import GradientSync, SyncBatchNorm, broadcast_parameters, sync_gradients, weights
 from unisono.dataparallel.weights import _checksums
 from unisono.embedding import ShardedEmbedding, exclude_from_ddp
 
@@ -58,14 +58,20 @@ def test_all_ranks_get_the_weights_of_one(ranks, root):
 def tables_stay():
     rank = dist.get_rank()
     torch.manual_seed(0)
-    module = nn.Sequential(ShardedEmbedding(6, 2, plan="row"), ShardedEmbedding(4, 2, plan="table"), nn.Linear(2, 2))
-    tables = [module[k].full_weight() for k in range(2)]
-    nn.init.constant_(module[2].weight, rank)
-    with pytest.raises(MismatchError, match=r"1\.weight"):  # a table that lies on one rank has no rows on the others
-        broadcast_parameters(module)
-    broadcast_parameters(exclude_from_ddp(module), root=1)
-    assert all(torch.equal(module[k].full_weight(), tables[k]) for k in range(2))
-    assert torch.equal(module[2].weight, torch.ones(2, 2))
+    plain = ShardedEmbedding(6, 2, plan="row", sparse=True)  # other rows on each rank, in plain tensors of one shape
+    module = nn.Sequential(ShardedEmbedding(6, 2, plan="row"), ShardedEmbedding(4, 2, plan="table"), plain, nn.Linear(2, 2))
+    tables = [module[k].full_weight() for k in range(3)]
+    for marked in (module, exclude_from_ddp(module)):
+        nn.init.constant_(module[3].weight, rank)
+        broadcast_parameters(nn.Sequential(marked), root=1)
+        assert all(torch.equal(module[k].full_weight(), tables[k]) for k in range(3))
+        assert torch.equal(module[3].weight, torch.ones(2, 2))
+    plain(torch.tensor([rank, 4])).sum().backward()
+    for sync in (sync_gradients, lambda parameters: GradientSync(parameters)()):
+        with pytest.raises(TypeError, match=r"(?s)bad call on ranks 0-1.*parameters\[0\] is a shard of a table.*leave it out"):
+            sync(plain.parameters())
+    alone = [dist.new_group([k]) for k in range(2)][rank]
+    sync_gradients(plain.parameters(), group=alone)  # over another group than that of the table
 
 
 def test_sharded_tables_stay_as_they_are(ranks):
@@ -166,4 +172,15 @@ def test_the_checksum_sees_one_bit():
         module.bias[1] = -0.0
     after = _checksums([module.weight, module.bias])
     assert after[0] == before[0] and after[1] != before[1]
-    assert _checksums([torch.zeros(2).to_sparse(), torch.zeros(0), torch.ones(2, dtype=torch.bool)]) == [0, 0, 2]
+    assert _checksums([torch.zeros(2).to_sparse(), torch.zeros(0), torch.ones(2, dtype=torch.bool)]) == [0, 0, 1 + 3]
+
+
+def test_the_checksum_sees_where_numbers_are(monkeypatch):
+    monkeypatch.setattr(weights, "_CHUNK", 4)
+    x = torch.randn(3, 5)
+    swapped = [x.flatten().clone() for _ in range(2)]
+    swapped[0][[1, 2]] = swapped[0][[2, 1]]  # within a chunk
+    swapped[1][[1, 9]] = swapped[1][[9, 1]]  # between chunks
+    ours, *others = _checksums([x, x.T.contiguous(), *swapped])
+    assert ours not in others and len(set(others)) == 3
+    assert _checksums([x.T.contiguous().T, x.clone()]) == [ours, ours], "strides do not count"

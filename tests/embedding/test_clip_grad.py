@@ -178,7 +178,7 @@ def rejects() -> None:
         clip_grad_norm_(model, 1.0)  # without DDP
     tables = model.tables
     clip_grad_norm_(tables, 1.0)
-    with pytest.raises(MismatchError, match=r"a bad call on rank 1(.|\n)*max_norm=-1 must be"):
+    with pytest.raises(MismatchError, match=r"a bad call on rank 1(.|\n)*max_norm=-1.0 must be"):
         clip_grad_norm_(tables, -1 if rank == 1 else 1)
     with pytest.raises(MismatchError, match=r"a bad call on ranks 0-1(.|\n)*norm_type=nan must be"):
         clip_grad_norm_(tables, 1, norm_type=float("nan"))
@@ -190,6 +190,15 @@ def rejects() -> None:
     assert before != before
     with pytest.raises(RuntimeError, match="the norm of the gradients is nan, and error_if_nonfinite=True"):
         clip_grad_norm_(tables, 1.0, error_if_nonfinite=True)
+    top = model.top
+    top.bias.grad = torch.full((1,), float("nan") if rank else 0.0, dtype=torch.float64)
+    with pytest.raises(MismatchError, match=r"their norms are \[0\.0, nan\]"):  # not rank 0's alone
+        clip_grad_norm_([tables.tables["t0"].weight, top.bias], 1.0)
+    fully_shard(top)
+    top.zero_grad()
+    global_mean(top(torch.ones(2, top.in_features, dtype=torch.float64)).squeeze(1)).backward()
+    with pytest.raises(MismatchError, match=r"a bad call on rank 1(.|\n)*max_norm=-1.0 must be"):  # FSDP's norm communicates
+        clip_grad_norm_(model, -1 if rank == 1 else 1)
     fused, _, _ = make(False, optimizer=SGD(lr=0.1))
     assert float(clip_grad_norm_(fused.tables, 1.0)) == 0
 
@@ -198,14 +207,25 @@ def test_bad_calls_raise_on_all_ranks(ranks):
     ranks(rejects, world_size=2)
 
 
-def test_without_tables_it_is_the_function_of_torch():
+@pytest.mark.parametrize("arguments", [(), ("inf",), (1.0, True), (2.0, False, True), (2.0, False, False)])
+def test_without_tables_it_is_the_function_of_torch(arguments):
     ours, theirs = used_linear(), nn.Linear(2, 1)
+    ours.phase, theirs.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64)), nn.Parameter(torch.ones(2) * 1j)
+    ours.phase.grad = torch.tensor([3 + 4j, 0])
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         q.grad = p.grad.clone()
-    assert torch.equal(clip_grad_norm_(ours, 0.1), nn.utils.clip_grad_norm_(theirs.parameters(), 0.1))
+    assert torch.equal(clip_grad_norm_(ours, 0.1, *arguments), nn.utils.clip_grad_norm_(theirs.parameters(), 0.1, *arguments))
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_without_gradients_the_norm_is_zero_and_bad_arguments_raise():
+    ours = used_linear()
     assert clip_grad_norm_([], 1.0) == 0 and clip_grad_norm_(nn.Linear(1, 1).weight, 1.0) == 0
     with pytest.raises(ValueError, match="clip_grad_norm_: max_norm=nan must be"):
         clip_grad_norm_(ours, float("nan"))
     with pytest.raises(ValueError, match="clip_grad_norm_: parameters: expected a module or Tensors, got str"):
         clip_grad_norm_(["weight"], 1.0)
+    used_up = ours.parameters()
+    assert len(list(used_up)) == 2
+    with pytest.warns(UserWarning, match="a generator that is used up"):
+        clip_grad_norm_(used_up, 1.0)

@@ -78,7 +78,7 @@ def test_own_ratings_train_on_any_ranks_and_recommend(ranks, csv, tmp_path, caps
         recommend.main([str(run), "--user", "anna 3", "--top", "3"])
         shown = capsys.readouterr().out
         assert "User anna 3 liked" in shown and "Movie, the" in shown
-    with pytest.raises(SystemExit, match="--user nobody: there is no such user in the data; there are anna 0"):
+    with pytest.raises(UserError, match="--user nobody: there is no such user in the data; there are anna 0"):
         recommend.main([str(tmp_path / "one"), "--user", "nobody"])
     report = (tmp_path / "two" / "report.html").read_text()
     assert "3 of 243 rows skipped" in report and "are used" in report and "published" not in report

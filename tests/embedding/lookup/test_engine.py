@@ -49,13 +49,14 @@ def ids_changed_after_prefetch_are_looked_up() -> None:
     """The rows of the old ids were returned."""
     rank = dist.get_rank()
     collection = make_pair("row")
-    for changed in ("values", "offsets", "weights"):
+    for changed in ("", "values", "offsets", "weights"):
         ragged = Ragged(torch.tensor([1, 9, 4]), torch.tensor([0, 2, 3]), torch.ones(3))
-        batch = {"a": ragged, "b": torch.tensor([[0, 4], [1, 1]])}
+        batch = {"a": ragged, "b": torch.tensor([[0, 1], [4, 1]]).T}  # a column of memory is a bag: reading it makes a copy
         collection.prefetch(batch)
         if rank == 1:  # on one rank only: all drop what they started
-            getattr(ragged, changed)[1] = 1
             batch["b"].fill_(2)
+            if changed:
+                getattr(ragged, changed)[1] = 1
         found = collection(batch)
         expected = collection(
             {name: Ragged(*(x.clone() for x in as_ragged(bags) if x is not None)) for name, bags in batch.items()}

@@ -182,8 +182,8 @@ def test_hybrid_shards_within_hosts_and_copies_across(ranks, world, shard, local
     ("shard", "local_sizes", "message"),
     [
         (2, None, "--parallel.shard 2: it does not divide the number of ranks, 3"),
-        (0, None, "--parallel.shard 0: it does not divide the number of ranks, 3"),
-        (-3, None, "--parallel.shard -3: it does not divide the number of ranks, 3"),
+        (0, None, "--parallel.shard 0: must be at least 1, or None"),
+        (-3, None, "--parallel.shard -3: must be at least 1, or None"),
         (None, [2, 2, 1], "--parallel.shard: the hosts have different numbers of ranks, [1, 2]: give a number"),
     ],
 )

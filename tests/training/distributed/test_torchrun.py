@@ -70,7 +70,8 @@ def test_processes_of_any_launcher_are_ranks_of_one_run(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(run, *command, **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
         (first, printed), (second, silent) = (job.result() for job in jobs)
-    assert first == second == 0 and any("step 20/20" in line for line in printed) and not silent, (printed, silent)
+    assert first == second == 0 and any("step 20/20" in line for line in printed), printed
+    assert all("waiting for rank 0" in line for line in silent), silent  # a loaded machine starts slowly, and then that is said
     (start,) = read_provenance(tmp_path / "run")["starts"]
     assert start["world_size"] == 2 and not start["torchrun"] and (tmp_path / "run/summary.json").exists()
 

@@ -5,12 +5,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group as _by_name  # type: ignore[attr-defined]
 
 Group: TypeAlias = ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
 """None (the default group), a ProcessGroup, a 1-D DeviceMesh, or (mesh, dimension name)."""
+
+_SHARDED_OVER = "_unisono_sharded_over"  # an attribute of parameters
 
 
 class GroupRanks(NamedTuple):
@@ -60,6 +63,16 @@ def as_group(ranks: GroupRanks) -> Group:
 def group_by_name(name: str) -> ProcessGroup:
     pg: ProcessGroup = _by_name(name)  # type: ignore[arg-type]
     return pg
+
+
+def mark_as_sharded(parameter: Tensor, ranks: GroupRanks) -> None:
+    """Note that each of the ranks holds another part of this parameter, since a plain tensor does not show it."""
+    setattr(parameter, _SHARDED_OVER, ranks.name)
+
+
+def sharded_over(parameter: object) -> str:
+    """The name of the group whose ranks hold parts of this parameter; "" if each rank has the whole of it."""
+    return str(getattr(parameter, _SHARDED_OVER, ""))
 
 
 # For each group, the backend of each device type: asking torch each time costs a tenth of a small collective.

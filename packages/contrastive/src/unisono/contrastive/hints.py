@@ -24,10 +24,12 @@ class ContrastiveWarning(UserWarning):
 
 def warn_of_likely_mistakes(function: str, x: Tensor, y: Tensor, scale: Tensor | float, scale_name: str) -> None:
     """Look at the first call of `function` that has rows and values to read. Nothing is communicated."""
-    if function in _checked or not x.shape[0] or not all(map(_has_values, (x, y))):
+    if torch.compiler.is_compiling() or function in _checked or not x.shape[0] or not all(map(_has_values, (x, y))):
         return
     _checked.add(function)
     value = float(scale.detach() if isinstance(scale, Tensor) else scale)
+    if not value > 0:  # on a GPU, nobody has looked yet
+        return
     factor = value if scale_name == "scale" else 1 / value
     lengths = [_typical_length(features) for features in (x, y)]
     logit = factor * lengths[0] * lengths[1]
@@ -54,8 +56,8 @@ def warn_of_likely_mistakes(function: str, x: Tensor, y: Tensor, scale: Tensor |
 
 
 def _has_values(x: Tensor) -> bool:
-    """Whether reading a value of `x` is possible: it is not while a graph is traced or captured."""
-    if type(x) not in (Tensor, nn.Parameter) or x.device.type == "meta" or torch.compiler.is_compiling():
+    """Whether reading a value of `x` is possible: it is not while a graph is captured."""
+    if type(x) not in (Tensor, nn.Parameter) or x.device.type == "meta":
         return False
     if torch._C._are_functorch_transforms_active() or _get_current_dispatch_mode() is not None:
         return False

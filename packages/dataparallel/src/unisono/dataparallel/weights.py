@@ -9,11 +9,12 @@ from torch.nn.parameter import is_lazy
 
 from unisono.collectives import Group, MismatchError, broadcast
 from unisono.collectives.checks import describe, user_frame, validate_across_ranks
-from unisono.collectives.groups import GroupRanks, is_fake_group, process_group, resolve_group
+from unisono.collectives.groups import GroupRanks, is_fake_group, process_group, resolve_group, sharded_over
 from unisono.dataparallel.gradient_sync.buckets import GradientSpec, plan_buckets
 from unisono.dataparallel.gradient_sync.presence import is_dtensor
 
 _BUCKET_BYTES = 25 * 2**20
+_CHUNK = 2**18  # elements of which a checksum is computed at once: int64 copies of a whole table might not fit into memory
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
@@ -23,8 +24,8 @@ def broadcast_parameters(module: nn.Module, *, root: int = 0, group: Group = Non
     Call it on all ranks, with the module on its device, before the first step. Frozen parameters are included. Each tensor
     stays the same object and is written in place; many travel in one message.
 
-    Two kinds of tensors are left as they are, because ranks differ in them by design: DTensors (FSDP, tables that are sharded
-    by row or column), and those that DDP would ignore, which `unisono.embedding.exclude_from_ddp(module)` marks.
+    Three kinds of tensors are left as they are, because ranks differ in them by design: DTensors (FSDP), the sharded tables of
+    unisono.embedding, and those that DDP was told to ignore (`_set_params_and_buffers_to_ignore_for_model`).
 
     Raises the same error on all ranks, before anything is written, if their modules have different names, shapes or dtypes.
 
@@ -72,10 +73,10 @@ def broadcast_parameters(module: nn.Module, *, root: int = 0, group: Group = Non
 
 
 def replicated_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers that all ranks should have alike, by name: not DTensors, nor what DDP ignores."""
+    """Return the parameters and buffers that all ranks should have alike, by name: not shards, nor what DDP ignores."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: x for name, x in named if name not in ignored and not is_dtensor(x)}
+    return {name: x for name, x in named if name not in ignored and not is_dtensor(x) and not sharded_over(x)}
 
 
 def raise_if_weights_differ(function: str, tensors: Mapping[str, Tensor], ranks: GroupRanks, advice: str) -> None:
@@ -113,14 +114,22 @@ def raise_if_weights_differ(function: str, tensors: Mapping[str, Tensor], ranks:
 
 
 def _checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return one integer for each tensor: the sum of its bits as integers, in which no order of additions shows."""
-    sums = [_integers(x).sum(dtype=torch.int64) for x in tensors]
+    """Return one integer for each tensor, which depends on its bits and on where they are, but on no order of additions."""
+    sums = [_checksum(_integers(x).reshape(-1)) for x in tensors]
     found = [0] * len(sums)
     for device in {x.device for x in sums}:  # one wait for each device
         places = [place for place, x in enumerate(sums) if x.device == device]
         for place, value in zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True):
             found[place] = value
     return found
+
+
+def _checksum(integers: Tensor) -> Tensor:
+    places = torch.arange(min(_CHUNK, len(integers)), device=integers.device) * 2 + 1  # odd: every bit counts
+    total = torch.zeros((), dtype=torch.int64, device=integers.device)
+    for chunk in integers.split(_CHUNK):
+        total = total * 31 + (chunk * places[: len(chunk)]).sum()
+    return total
 
 
 def _integers(x: Tensor) -> Tensor:

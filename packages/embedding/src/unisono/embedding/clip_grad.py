@@ -1,7 +1,9 @@
 """clip_grad_norm_ for models with sharded tables: one norm over all parameters, the same on every rank."""
 
+import math
 import struct
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Generator, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from unisono.collectives import MismatchError
 from unisono.collectives.checks import validate_across_ranks
-from unisono.collectives.groups import group_by_name, resolve_group
-from unisono.embedding.parameters import sharded_over
+from unisono.collectives.groups import group_by_name, resolve_group, sharded_over
 
 _CLOSE = 1e-4  # the relative difference up to which gradients count as equal on all ranks
 
@@ -20,21 +21,23 @@ _CLOSE = 1e-4  # the relative difference up to which gradients count as equal on
 def clip_grad_norm_(
     parameters: nn.Module | Tensor | Iterable[Tensor],
     max_norm: float,
-    *,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """Scale gradients in place, such that their norm over all parameters is at most `max_norm`. Returns the norm before.
 
-    This is torch.nn.utils.clip_grad_norm_ for models in which tables are sharded over ranks, in any mixture of layouts, beside
-    parameters that every rank has (DDP) or that are sharded by FSDP. Norm and gradients are those of one process, and the same
-    on all ranks, which all have to call. torch's own function sees only this rank's part of most tables; there it raises.
+    This is torch.nn.utils.clip_grad_norm_, with its arguments, for models in which tables are sharded over ranks, in any
+    mixture of layouts, beside parameters that every rank has (DDP) or that are sharded by FSDP. Norm and gradients are those
+    of one process, and the same on all ranks, which all have to call. torch's own function sees only this rank's part of most
+    tables; there it raises.
 
     Args:
         parameters: A module, or its parameters. Those without gradient do not count; so tables with a fused optimizer do not.
         max_norm: The norm that is allowed.
-        norm_type: The order of the norm, above 0; float("inf") is the largest absolute value.
+        norm_type: The order of the norm, above 0; float("inf") or "inf" is the largest absolute value.
         error_if_nonfinite: Raise a RuntimeError, on all ranks, if the norm is infinite or NaN.
+        foreach: False handles one gradient after the other; otherwise those of a device together, which is faster.
 
     Backward: none; call it between the backward and the optimizer's step.
 
@@ -47,6 +50,9 @@ def clip_grad_norm_(
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not found and isinstance(parameters, Generator):
+        warnings.warn("clip_grad_norm_: parameters is a generator that is used up: no gradient is clipped", stacklevel=3)
+    max_norm, norm_type = float(max_norm), float(norm_type)
     whole: list[Tensor] = []  # gradients that are the same on all ranks
     meshes: dict[DeviceMesh, list[Tensor]] = {}  # gradients that FSDP has sharded
     shards: dict[str, list[Tensor]] = {}  # this rank's parts of the gradients of tables, by the name of their group
@@ -65,26 +71,30 @@ def clip_grad_norm_(
     arguments = f"{len(found)} parameters, {max_norm=}, {norm_type=}, {error_if_nonfinite=}"
     if problem and not shards:
         raise ValueError(f"clip_grad_norm_: {problem}")
-    own = [0.0] if problem else [_norm(grads, norm_type) for grads in (whole, *meshes.values())]
-    norms = [_combine(own, norm_type)]
+    order = 2.0 if problem else norm_type  # the norms of FSDP communicate, so a rank with a bad call computes them, too
+    norms = [_combine([_norm(grads, order, foreach) for grads in (whole, *meshes.values())], order)]
     for group, grads in shards.items():
-        local = 0.0 if problem else _norm(grads, norm_type)
-        norms[0], *others = _gather_norms(norms[0], local, group, arguments, problem)
+        norms[0], *others = _gather_norms(norms[0], _norm(grads, order, foreach), group, arguments, problem)
         norms += others
 
     dtype = torch.float32
     for parameter in found:
-        dtype = torch.promote_types(dtype, parameter.dtype)
-    total = torch.tensor(_combine(norms, norm_type), dtype=dtype, device=found[0].device if found else None)
-    if error_if_nonfinite and not bool(total.isfinite()):
-        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {float(total)}, and error_if_nonfinite=True")
+        dtype = torch.promote_types(dtype, parameter.dtype.to_real())
+    norm = _combine(norms, norm_type)
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm}, and error_if_nonfinite=True")
+    total = torch.tensor(norm, dtype=dtype, device=found[0].device if found else None)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in found:
         if parameter.grad is not None:
             by_device.setdefault(parameter.grad.device, []).append(_local(parameter.grad))
     for device, scaled in by_device.items():
-        torch._foreach_mul_(scaled, factor.to(device))
+        if foreach is False:
+            for grad in scaled:
+                grad.mul_(factor.to(device))
+        else:
+            torch._foreach_mul_(scaled, factor.to(device))
     return total
 
 
@@ -106,8 +116,8 @@ def _local(grad: Tensor, *, coalesce: bool = False) -> Tensor:
     return plain.coalesce()._values() if coalesce else plain._values()
 
 
-def _norm(grads: Sequence[Tensor], norm_type: float) -> float:
-    norm = nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)
+def _norm(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> float:
+    norm = nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type, foreach=foreach)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
@@ -131,7 +141,8 @@ def _gather_norms(whole: float, shard: float, group: str, arguments: str, proble
     )
     gathered = [struct.unpack("dd", struct.pack("qq", *row)) for row in table]
     wholes = [row[0] for row in gathered]
-    if any(abs(norm - wholes[0]) > _CLOSE * abs(wholes[0]) for norm in wholes):
+    nans = {math.isnan(norm) for norm in wholes}
+    if nans != {True} and not all(math.isclose(norm, wholes[0], rel_tol=_CLOSE) for norm in wholes):
         raise MismatchError(
             f"clip_grad_norm_: the gradients of parameters that are no sharded tables must be the same on all ranks, but their "
             f"norms are {wholes}, rank by rank. Reduce them over the ranks first, as DDP does."

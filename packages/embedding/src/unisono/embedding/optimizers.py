@@ -228,13 +228,13 @@ class FusedUpdate(GradientConsumer):
         lr, rule = self.optimizer.lr, self.optimizer.rule
         counts = {self.step_counts.get(part.table) for part in shard.shards}
         if len(counts) == 1 and None not in counts:  # all tables make the same step
-            state = shard.state | {"step": torch.tensor(counts.pop())}
+            state = shard.state | {"step": torch.tensor(counts.pop(), device="cpu")}
             rule.step(shard.weight, rows.to(torch.int64), grads, state, lr, squares)
             return
         for part, own in shard.split(rows):
             if part.table in self.step_counts:
                 state = {name: shard.view(part, x) for name, x in shard.state.items()}
-                state["step"] = torch.tensor(self.step_counts[part.table])
+                state["step"] = torch.tensor(self.step_counts[part.table], device="cpu")
                 own_rows = rows[own].to(torch.int64) - part.start
                 rule.step(shard.view(part), own_rows, grads[own], state, lr, squares[own])
 

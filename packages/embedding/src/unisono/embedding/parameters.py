@@ -15,14 +15,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.collectives import all_gather
-from unisono.collectives.groups import GroupRanks, as_group, is_fake_group, process_group
+from unisono.collectives.groups import GroupRanks, as_group, is_fake_group, mark_as_sharded, process_group
 from unisono.embedding.sharding.layouts import Box, Layout
 from unisono.embedding.table import Table
 
 # Meshes by process group, device type and order of ranks: a new mesh makes groups, which all their ranks have to do together.
 _meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
-
-_GROUP_NAME = "_unisono_sharded_over"  # an attribute of the parameters of which each rank holds a part
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -81,11 +79,6 @@ def _mark_gradient(weight: Tensor) -> None:
         weight.grad.__class__ = LocalGradient  # as_subclass does not know sparse tensors
 
 
-def sharded_over(parameter: Tensor) -> str:
-    """The name of the group whose ranks hold parts of this parameter of a table; "" if each rank has the whole of it."""
-    return str(getattr(parameter, _GROUP_NAME, ""))
-
-
 class ShardedTable(nn.Module):
     """A table as a module. `weight` is a DTensor for row and column layouts. It is this rank's plain tensor for table and
     replicated layouts, with sparse gradients (torch's sparse optimizers know no DTensor), and without a process group.
@@ -124,7 +117,7 @@ class ShardedTable(nn.Module):
         """Let the parameter and the state be views of `shard` and `states`. An existing parameter stays the same object."""
         fresh = nn.Parameter(self.shape_as(shard))
         if self.ranks.size > 1 and not self.layout.is_replicated:
-            setattr(fresh, _GROUP_NAME, self.ranks.name)
+            mark_as_sharded(fresh, self.ranks)
             if not isinstance(fresh, DTensor):
                 fresh.register_post_accumulate_grad_hook(_mark_gradient)
         if "weight" in self._parameters:

@@ -2,7 +2,7 @@
 
 import hashlib
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,12 +11,12 @@ from torch.nn.parameter import is_lazy
 
 from unisono.collectives import MismatchError
 from unisono.collectives.checks import describe, user_frame, validate_across_ranks
-from unisono.collectives.groups import GroupRanks, backend_for, process_group
+from unisono.collectives.groups import GroupRanks, backend_for, process_group, sharded_over
 from unisono.dataparallel.gradient_sync.buckets import GradientSpec
 
 _BITS = 60  # flags in one int64
 _KINDS = 256  # codes for one gradient. 0: it changed after it was sent; otherwise its number of sparse dimensions
-_SHARDED = "is a DTensor"
+_SHARDED = "each rank holds other rows of it, which must not be averaged over ranks; leave it out"
 _RULE = (
     "All ranks must make the same call with the same options and parameters: the same number that require a gradient, in the "
     "same order, with the same shapes, dtypes and device types."
@@ -52,10 +52,7 @@ def validate_parameters(parameters: Tensor | Iterable[Tensor]) -> tuple[list[Ten
         if is_lazy(p):
             return [], f"parameters[{place}] has no shape yet: call its lazy module once first"
         if is_dtensor(p):
-            return [], (
-                f"parameters[{place}] {_SHARDED}, {describe(p)}: each rank holds other rows of it, which must not be "
-                "averaged over ranks; leave it out"
-            )
+            return [], f"parameters[{place}] is a DTensor, {describe(p)}: {_SHARDED}"
         if p.requires_grad and not p.is_leaf:
             return [], f"parameters[{place}], {describe(p)}, is the result of an operation, not a leaf: it gets no p.grad"
         if p.requires_grad and p.dtype.itemsize == 1:
@@ -130,6 +127,14 @@ def parameter_signature(specs: Sequence[GradientSpec]) -> str:
     devices: dict[torch.device, int] = {}
     texts = [f"{_describe(spec)}{spec.device.type}{devices.setdefault(spec.device, len(devices))}" for spec in specs]
     return hashlib.blake2b(";".join(texts).encode(), digest_size=8).hexdigest()
+
+
+def shard_error(shards: Mapping[int, Tensor], ranks: GroupRanks) -> str:
+    """Say which parameter, by place, these ranks hold in parts, as plain tensors; "" if none. Other groups may average it."""
+    for place, p in shards.items():
+        if sharded_over(p) == ranks.name:
+            return f"parameters[{place}] is a shard of a table, {describe(p)}: {_SHARDED}"
+    return ""
 
 
 def device_error(devices: Collection[torch.device], ranks: GroupRanks) -> str:

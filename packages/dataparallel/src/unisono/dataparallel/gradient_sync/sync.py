@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.collectives import Group, all_gather
 from unisono.collectives.functional.reduce import GradReduce
-from unisono.collectives.groups import GroupRanks, as_group, process_group, resolve_group
+from unisono.collectives.groups import GroupRanks, as_group, process_group, resolve_group, sharded_over
 from unisono.dataparallel.gradient_sync.buckets import Bucket, BucketLauncher, Buffers, GradientSpec, make_buckets
 from unisono.dataparallel.gradient_sync.presence import (
     GlobalGradients,
@@ -23,6 +23,7 @@ from unisono.dataparallel.gradient_sync.presence import (
     exchange_presence,
     find_local_gradients,
     parameter_signature,
+    shard_error,
     validate_parameters,
 )
 from unisono.dataparallel.weights import raise_if_weights_differ
@@ -50,8 +51,8 @@ def sync_gradients(
     grad_reduce="sum". Gradients are sent in their own dtype, in buckets of up to `bucket_bytes`.
 
     Raises the same error on all ranks, before any gradient is touched, if the ranks have different parameters or if one
-    gradient cannot be synced: one small message compares them first. DTensor parameters raise TypeError: the shards of a
-    table are different rows on each rank, not copies to average. Leave them out.
+    gradient cannot be synced: one small message compares them first. DTensors and the sharded tables of unisono.embedding
+    raise TypeError: they are different rows on each rank, not copies to average. Leave them out.
 
     The weights are not compared: ranks that start from different ones stay different. Call broadcast_parameters(module) before
     the first step, or use GradientSync, whose first call compares them. It also reuses the memory of the buckets from step to
@@ -107,6 +108,7 @@ class GradientSync:
         self.group = group
         self.bucket_bytes = bucket_bytes
         self._given, self._problem = validate_parameters(parameters)
+        self._shards = {place: p for place, p in enumerate(self._given) if sharded_over(p)}
         if reduce not in ("mean", "sum"):
             self._problem = f"reduce must be 'mean' or 'sum', got {reduce!r}"
         if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
@@ -213,6 +215,7 @@ class GradientSync:
     def _validate(self, step: str, local: LocalGradients, ranks: GroupRanks) -> GlobalGradients:
         options = f"reduce={self.reduce!r}, bucket_bytes={self.bucket_bytes}"
         problem = self._problem or local.problem or device_error(self._devices, ranks)
+        problem = problem or shard_error(self._shards, ranks)
         if self._abandoned:
             step = f"{step}, after blocks that raised when {self._abandoned} buckets had been sent"
         if self._compare_next:

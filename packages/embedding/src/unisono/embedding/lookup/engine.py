@@ -122,7 +122,7 @@ class Prefetcher:
             with torch.set_grad_enabled(enabled):
                 return self.engine.start(inputs, self.ranks, error)
 
-        self.started = features, _versions(inputs), self.pool.submit(run)
+        self.started = features, _versions(features, inputs), self.pool.submit(run)
 
     def take(self, features: Mapping[str, Any], inputs: Mapping[str, Ragged]) -> DistributedInput | None:
         """Return what was started for these features, if all ranks have it; otherwise drop it on all of them.
@@ -134,7 +134,7 @@ class Prefetcher:
         started_features, versions, future = self.started
         function, device = f"{self.engine.storage.options.function}.prefetch", self.engine.storage.options.device
         same = "forward after prefetch"
-        numbers = [int(_same_tensors(started_features, features) and versions == _versions(inputs))]
+        numbers = [int(_same_tensors(started_features, features) and versions == _versions(features, inputs))]
         rule = "All ranks must prefetch, or none."
         try:
             table = validate_across_ranks(
@@ -157,9 +157,13 @@ class Prefetcher:
             started[-1].exception()
 
 
-def _versions(inputs: Mapping[str, Ragged]) -> list[int]:
-    """How often each tensor was changed in place. Tensors made in inference mode do not count it."""
-    tensors = [x for bags in inputs.values() for x in bags if isinstance(x, Tensor)]
+def _versions(features: object, inputs: Mapping[str, Ragged]) -> list[int]:
+    """How often each tensor was changed in place. Tensors made in inference mode do not count it.
+
+    `inputs`: the features as Ragged, which may have copies of what the user gave.
+    """
+    given = features.values() if isinstance(features, Mapping) else ()
+    tensors = [x for x in (*given, *(x for bags in inputs.values() for x in bags)) if isinstance(x, Tensor)]
     return [0 if x.is_inference() else x._version for x in tensors]
 
 
