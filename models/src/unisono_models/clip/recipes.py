@@ -118,7 +118,7 @@ def photos() -> Config:
     return Config(
         run=RunConfig(steps=500),
         model=ClipConfig(replace(LITE0, size=160, dropout=0.3, frozen=True, views=4), MINILM, width=256),
-        data=DataConfig(source="", batch=256, held_out=0.1),
+        data=DataConfig(source="", batch=256, held_out=0.1, max_broken=0.05),
         augment=PHOTOS,
         optimizer=OptimizerConfig(lr=1e-3),
         checkpoint=CheckpointConfig(every=200),

@@ -78,7 +78,7 @@ def photos() -> Config:
     return replace(
         config,
         run=replace(config.run, evaluate_every=1000),
-        data=DataConfig("", size=32, colour=True),
+        data=DataConfig("", size=32, colour=True, max_broken=0.05),
         model=replace(config.model, condition="none"),
         augment=AugmentConfig(mirror=0.5, shift=0.125, colour=0.2),
         evaluation=replace(config.evaluation, samples=1000),

@@ -26,7 +26,7 @@ from unisono_models.training.errors import UserError
 T = TypeVar("T")
 _POLL_SECONDS = 0.01
 _STORE_GRACE = 2.0  # seconds after its own timeout in which a connection fails with a better message
-_NOTE_AFTER, _NOTE_AGAIN = 5.0, 60.0  # seconds of waiting after which a line says for whom
+_NOTE_AFTER, _NOTE_AGAIN = 15.0, 60.0  # seconds of waiting after which a line says for whom
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:

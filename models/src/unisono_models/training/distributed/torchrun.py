@@ -28,7 +28,7 @@ from unisono_models.training.errors import ERROR_FILE_KEY, EXIT_CODE, UserError
 
 _MODELS = Path(__file__).parents[2]
 _LOGGERS = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")  # they say which rank is ended
-_NOTE_AFTER = 5.0  # seconds without ranks after which a line says that other hosts are missing
+_NOTE_AFTER = 15.0  # seconds without ranks after which a line says that other hosts are missing
 _ANSWER_SECONDS = 10.0  # for a store to answer
 _END_SECONDS = 15.0  # for torchrun to end after its ranks: it waits for minutes for a store that it does not reach
 
