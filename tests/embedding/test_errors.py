@@ -1,5 +1,6 @@
 """A bad look-up on one rank is the same clear error on all of them, and the next one works."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -332,3 +333,9 @@ def no_bad_id_reads_another_row() -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_regression(body, size, ranks):
     ranks(body, world_size=size)
+
+
+def test_rows_and_dim_may_be_integers_of_numpy():
+    """As `ids.max() + 1` of an array is."""
+    table = Table("a", np.int64(5), np.int32(2))
+    assert (table.rows, table.dim) == (5, 2) and type(table.rows) is type(table.dim) is int

@@ -1,6 +1,8 @@
 """The description of a table (rows, width, features, options), and its initial weights, which no layout changes."""
 
+import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -52,6 +54,9 @@ class Table:
     def __post_init__(self) -> None:
         features = [self.features] if isinstance(self.features, str) else self.features  # one name is no list of letters
         object.__setattr__(self, "features", tuple(features) or (self.name,))
+        for name in ("rows", "dim"):
+            with suppress(TypeError):  # numpy's integers are welcome; what is no integer is refused below
+                object.__setattr__(self, name, int(operator.index(getattr(self, name))))
         if error := self._validation_error():
             raise ValueError(f"Table {self.name!r}: {error}")
         if self.padding_idx is not None and self.padding_idx < 0:
