@@ -89,3 +89,14 @@ def test_ranks_meet_after_a_start_that_came_to_nothing():
     meet_all(store, 3, {}, [0, 2], timeout=0.2)
     parts = meet_all(store, 3, {0: 0.2}, [0, 1, 2])
     assert [part.get("address/1") for part in parts] == [b"1"] * 3
+
+
+def test_address_of_the_store_is_known_under_srun(monkeypatch):
+    """Messages about missing ranks said `?:?`: srun sets neither MASTER_ADDR nor MASTER_PORT."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+    for name, value in (step | {"SLURM_STEP_NODELIST": "node[3-4]"}).items():
+        monkeypatch.setenv(name, value)
+    host, port = rendezvous.store_address().split(":")
+    assert host == "node3" and port.isdecimal()

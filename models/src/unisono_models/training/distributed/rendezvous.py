@@ -6,7 +6,6 @@ own keys.
 """
 
 import json
-import os
 import secrets
 import socket
 import sys
@@ -20,7 +19,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from unisono.collectives import LaunchEnv
+from unisono.collectives import LaunchEnv, read_launch_env
 from unisono_models.training.errors import UserError
 
 T = TypeVar("T")
@@ -91,6 +90,12 @@ def open_store(env: LaunchEnv, *, timeout: float) -> Store:
         ) from None
     finally:
         note.cancel()
+
+
+def store_address() -> str:
+    """Return HOST:PORT of the store, as this rank's launcher says. srun sets no MASTER_ADDR, but it follows from the job."""
+    env = read_launch_env()
+    return f"{env.master_addr}:{env.master_port}" if env is not None else "?:?"
 
 
 def count_lower_ranks_here(store: Store, *, rank: int) -> int:
@@ -172,10 +177,9 @@ def _text(store: Store, key: str) -> str:
 
 def _describe_absent(absent: set[int], rank: int, size: int, when: str) -> str:
     who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, sorted(absent)))}"
-    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     return (
-        f"{who} of {size} {when}; rank {rank} on {socket.gethostname()} waits at {where}. Check the output of the missing "
-        "ranks, and whether their hosts reach that address"
+        f"{who} of {size} {when}; rank {rank} on {socket.gethostname()} waits at {store_address()}. Check the output of the "
+        "missing ranks, and whether their hosts reach that address"
     )
 
 

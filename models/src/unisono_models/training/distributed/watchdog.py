@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import RanksError
-from unisono_models.training.distributed.rendezvous import call_within
+from unisono_models.training.distributed.rendezvous import call_within, store_address
 
 T = TypeVar("T")
 _MOST_LINES = 8  # of ranks that a message lists one by one
@@ -89,10 +89,9 @@ class StatusBoard:
         try:
             return call_within(self.patience, call)
         except TimeoutError:
-            where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
             raise TimeoutError(
-                f"the store at {where} does not answer: its host or its torchrun is down, or the network to it is cut. "
-                "So the state of the other ranks is unknown"
+                f"the store at {store_address()} does not answer: its host or its torchrun is down, or the network to it is "
+                "cut. So the state of the other ranks is unknown"
             ) from None
 
 
