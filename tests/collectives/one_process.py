@@ -37,7 +37,8 @@ class Case:
     make: Callable[[Tensor], Tensor] = lambda x: x  # turns random numbers into the input
 
     def __call__(self, x: Tensor, group: Any) -> Tensor:
-        return getattr(collectives, self.function)(x, group=group, **self.arguments)
+        y = getattr(collectives, self.function)(x, group=group, **self.arguments)
+        return y.wait() if isinstance(y, collectives.PendingTensor) else y
 
 
 def ragged(*trailing: int, dim: int = 0) -> Callable[[int], list[tuple[int, ...] | None]]:
@@ -125,6 +126,23 @@ CASES = {
         )
         for op, f in REDUCTIONS.items()
         for suffix, make in [("", lambda x: x), ("_ties_and_zeros", lambda x: zeros_to_first(x.round()))]
+    },
+    "start_all_gather": Case("start_all_gather", ragged(4, 2, dim=1), on_all(lambda xs: torch.cat(xs, 1)), {"dim": 1}),
+    "start_all_to_all_single": Case("start_all_to_all_single", lambda size: [(n + 3, 2) for n in SKEWED[:size]], exchanged),
+    **{
+        f"start_all_reduce_{op}": Case("start_all_reduce", same(3, 2), on_all(lambda xs, f=f: f(torch.stack(xs))), {"op": op})
+        for op, f in REDUCTIONS.items()
+        if op in ("sum", "avg")
+    },
+    **{
+        f"start_reduce_scatter_{op}": Case(
+            "start_reduce_scatter",
+            same(2, 5),
+            lambda xs, f=f: list(f(torch.stack(xs)).tensor_split(len(xs), 1)),
+            {"op": op, "dim": 1},
+        )
+        for op, f in REDUCTIONS.items()
+        if op in ("sum", "avg")
     },
     "global_mean_one_side": Case("global_mean", ragged(2), on_all(lambda xs: torch.cat(xs).mean())),
 }

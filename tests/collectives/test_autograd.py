@@ -18,6 +18,8 @@ from unisono.collectives import (
     reduce_scatter,
     scatter,
     shift,
+    split,
+    sum_gradient,
 )
 from unisono.collectives.testing import gradcheck, gradgradcheck, run_ranks
 
@@ -83,6 +85,78 @@ def named_gradients() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_named_gradients_do_what_their_name_says(world_size):
     run_ranks(named_gradients, world_size=world_size)
+
+
+def tensor_parallel(sizes: list[int], by_columns: bool) -> None:
+    """Two layers divided over the ranks, between Megatron's pairs, against the whole layers in one process."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sizes = sizes[:size]
+    generator = torch.Generator().manual_seed(5)
+    x, first, second = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((3, 4), (4, sum(sizes)), (sum(sizes), 2))
+    )
+    expected = torch.autograd.grad(((x @ first).sin() @ second).pow(3).sum(), (x, first, second))
+    mine = [w.detach().split(sizes, dim)[rank].requires_grad_() for w, dim in ((first, 1), (second, 0))]
+    if by_columns:  # the hidden layer is gathered, and split again
+        hidden = all_gather(sum_gradient(x) @ mine[0], 1, sizes=sizes, grad="slice")
+        hidden = split(hidden, 1, sizes=sizes)
+    else:
+        hidden = sum_gradient(x) @ mine[0]
+    loss = all_reduce(hidden.sin() @ mine[1], grad="identity").pow(3).sum()
+    got = torch.autograd.grad(loss, (x, *mine))
+    wanted = (expected[0], expected[1].split(sizes, 1)[rank], expected[2].split(sizes, 0)[rank])
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_tensor_parallel_layers_match_one_process(world_size, by_columns):
+    run_ranks(tensor_parallel, [3, 1, 0, 2], by_columns, world_size=world_size)
+
+
+def sum_gradient_and_split() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.arange(1.0, 8.0, dtype=torch.float64, requires_grad=True)
+    y = sum_gradient(x)
+    assert torch.equal(y, x) and y.data_ptr() != x.data_ptr()
+    (g,) = torch.autograd.grad((rank + 1) * (y**2).sum(), x, create_graph=True)
+    torch.testing.assert_close(g, 2 * x * size * (size + 1) / 2)
+    part = split(x)
+    assert torch.equal(part, x.tensor_split(size)[rank])
+    (g,) = torch.autograd.grad((part**2).sum(), x, create_graph=True)
+    torch.testing.assert_close(g, 2 * x)  # whole on every rank
+    torch.testing.assert_close(torch.autograd.grad((g**3).sum(), x)[0], 3 * g**2 * 2)
+    torch.testing.assert_close(split(x.view(7, 1).T, 1), x.view(7, 1).T.tensor_split(size, 1)[rank])
+    _, tangent = torch.func.jvp(split, (x.detach(),), (2 * x.detach(),))
+    assert torch.equal(tangent, 2 * part)
+    with pytest.raises(ValueError, match=r"split: sizes=.* do not add up"):
+        split(x, sizes=[1] * size)
+
+
+def test_sum_gradient_and_split_have_the_backward_of_their_docs():
+    run_ranks(sum_gradient_and_split, world_size=3)
+
+
+def ties_by_hand() -> None:
+    """The native max and min share gradients among ties, forward values keep NaN, second derivatives are torch's."""
+    rank = dist.get_rank()
+    rows = torch.tensor([[1.0, 3.0, -0.0, 5.0], [1.0, 2.0, 0.0, 4.0], [0.0, 3.0, -1.0, 6.0]], dtype=torch.float64)
+    for op, reference in (("max", torch.amax), ("min", torch.amin)):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            whole = rows.clone().to(dtype).requires_grad_()
+            (reference(whole, 0) * torch.arange(1, 5)).sum().backward()
+            x = rows[rank].clone().to(dtype).requires_grad_()
+            y = all_reduce(x, op)
+            assert torch.equal(y, reference(whole, 0))
+            (y * torch.arange(1, 5) / 3).sum().backward()  # a third on each of three ranks
+            torch.testing.assert_close(x.grad, whole.grad[rank], rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=0)
+        nan = torch.zeros(3).index_fill_(0, torch.tensor(rank), -float("nan"))  # each rank has it elsewhere
+        assert all_reduce(nan, op).isnan().all()
+
+
+def test_native_max_and_min_share_ties_and_keep_nan():
+    run_ranks(ties_by_hand, world_size=3)
 
 
 def only_some_ranks_need_a_gradient() -> None:

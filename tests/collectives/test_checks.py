@@ -28,7 +28,8 @@ from unisono.collectives import (
     scatter,
     shift,
 )
-from unisono.collectives.checks import _environment_mode, user_frame
+from unisono.collectives.checks import Validation, _environment_mode, user_frame
+from unisono.collectives.groups import resolve_group
 from unisono.collectives.testing import run_ranks
 
 # For each mismatch, what two ranks call, and parts of the error. These raise also without checked().
@@ -274,6 +275,40 @@ def many_numbers() -> None:
 
 def test_agreement_on_more_numbers_than_the_header_holds():
     run_ranks(many_numbers, world_size=2)
+
+
+def validates_beside_other_calls():
+    """Three are on their way at once, with other calls between; they are asked in another order than they were made."""
+    rank = dist.get_rank()
+
+    def start(same, numbers=(), problem=""):
+        words = f"call of rank {rank}"
+        return Validation(
+            "f",
+            resolve_group(None),
+            same=same,
+            numbers=numbers,
+            words=lambda: words,
+            device=None,
+            rule="Rule.",
+            problem=problem,
+        )
+
+    good = start("same", [*range(rank, rank + 30)])
+    differs = start(f"other {rank}")
+    assert all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+    bad = start("same", problem="" if rank else "a problem")
+    assert all_gather(torch.full((1,), float(rank))).tolist() == [0.0, 1.0]
+    assert [x.agrees() for x in (bad, differs, good, good)] == [False, False, True, True]
+    with pytest.raises(MismatchError, match=r"(?s)f: the ranks disagree.*rank 0: call of rank 0.*rank 1: call of rank 1.*Rule"):
+        differs.result()
+    with pytest.raises(MismatchError, match=r"(?s)f: a bad call on rank 0.*a problem.*rank 1: call of rank 1"):
+        bad.result()
+    assert good.result() == [[*range(0, 30)], [*range(1, 31)]]
+
+
+def test_validation_runs_beside_other_calls():
+    run_ranks(validates_beside_other_calls, world_size=2)
 
 
 @pytest.mark.parametrize(

@@ -191,3 +191,37 @@ def nothing_anywhere() -> None:
 
 def test_empty_tensors_everywhere():
     run_ranks(nothing_anywhere, world_size=3)
+
+
+def sums_in_another_dtype() -> None:
+    """1 and many values below its last bit: in 16 bits they vanish one by one, in float32 their sum stays."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.full((4,), 1.0 if rank == 0 else 2.0**-9, dtype=torch.bfloat16)
+    exact = torch.full((4,), 1 + (size - 1) * 2.0**-9).bfloat16()
+    for op, want in (("sum", exact), ("avg", (exact.float() / size).bfloat16())):
+        got = all_reduce(x, op, reduce_dtype=torch.float32)
+        assert got.dtype is torch.bfloat16 and torch.equal(got, want)
+        assert torch.equal(
+            reduce_scatter(x, op=op, reduce_dtype=torch.float32, sizes=[4, *[0] * (size - 1)]), want[: 4 * (rank == 0)]
+        )
+        assert torch.equal(reduce(x, op, reduce_dtype=torch.float32), want if rank == 0 else torch.zeros_like(want))
+    got = all_reduce({"x": x, "y": x + 1}, reduce_dtype=torch.float32)
+    assert torch.equal(got["x"], exact)
+    y = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    for gathered in (all_gather(y, reduce_dtype=torch.float32), all_gather([y, y], reduce_dtype=torch.float64)[1]):
+        (g,) = torch.autograd.grad(gathered, y, x[0].expand_as(gathered))
+        assert torch.equal(g, exact[:2])
+    for call, message in (
+        (
+            lambda: all_reduce(x, "max", reduce_dtype=torch.float32),
+            "reduce_dtype=torch.float32 goes with op='sum' and op='avg'",
+        ),
+        (lambda: all_reduce(x, reduce_dtype="float32"), "must be a floating point dtype"),
+        (lambda: all_gather(torch.arange(3), reduce_dtype=torch.float32), "needs a floating point tensor, got torch.int64"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+
+
+def test_reduce_dtype_is_the_dtype_of_the_sums():
+    run_ranks(sums_in_another_dtype, world_size=4)

@@ -149,6 +149,35 @@ def local_loss(run: Run) -> None:
         equal(x.grad / 2, whole[name].grad.split(SIZES)[dist.get_rank()])  # DDP's average
 
 
+def backward_of(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """The gradient of t for a loss whose gradient at y is 1 on rank 0, and 2 on rank 1."""
+    return torch.autograd.grad(y, t, torch.full_like(y, 1.0 + dist.get_rank()))[0]
+
+
+def copy_to_region(run: Run) -> None:
+    t = tensor(2, 3)
+    equal(run(t=t)[0], t)
+    equal(backward_of(run(t=t)[0], t), torch.full_like(t, 3.0))
+
+
+def reduce_from_region(run: Run) -> None:
+    t = tensor(2, 3)
+    equal(run(t=t)[0], sum(everyone(t)))
+    equal(backward_of(run(t=t)[0], t), torch.full_like(t, 1.0 + dist.get_rank()))
+
+
+def scatter_to_region(run: Run) -> None:
+    t = everyone(tensor(2, 4))[0].requires_grad_()  # the same on both
+    equal(run(t=t)[0], t.chunk(2, -1)[dist.get_rank()])
+    equal(backward_of(run(t=t)[0], t), torch.tensor([1.0, 1, 2, 2], dtype=t.dtype).expand(2, 4))
+
+
+def gather_from_region(run: Run) -> None:
+    t = tensor(2, 3)
+    equal(run(t=t)[0], torch.cat(everyone(t), -1))
+    equal(backward_of(run(t=t)[0], t), torch.full_like(t, 1.0 + dist.get_rank()))
+
+
 CHECKS: dict[str, Callable[[Run], None]] = {  # by how the row begins
     "x-clip, gigagan": x_clip,
     "`NF.all_gather(t)`": torch_all_gather,
@@ -166,6 +195,10 @@ CHECKS: dict[str, Callable[[Run], None]] = {  # by how the row begins
     "open_clip: `gather_features(image, text, gather_with_grad=True)`": with_gradient,
     "open_clip: `gather_features(image, text, gather_with_grad=False)`": without_gradient,
     "open_clip: `local_loss=True`": local_loss,
+    "Megatron: `copy_to": copy_to_region,
+    "Megatron: `reduce_from": reduce_from_region,
+    "Megatron: `scatter_to": scatter_to_region,
+    "Megatron: `gather_from": gather_from_region,
 }
 ROWS = tables(README.read_text())
 
@@ -190,7 +223,7 @@ def test_every_row_is_run():
     assert len(ROWS) == len(CHECKS)
 
 
-def a_dict_leaf_by_leaf() -> None:
+def a_dict_of_tensors() -> None:
     (row,) = (row for row in ROWS if row[0].startswith("`dist.all_reduce("))
     (code,) = re.findall(r"`([^`]+)`", row[2])
     tensors = {"a": tensor(2), "b": tensor(3)}
@@ -198,8 +231,8 @@ def a_dict_leaf_by_leaf() -> None:
     equal(reduced, {name: sum(everyone(x)) for name, x in tensors.items()})
 
 
-def test_a_dict_is_reduced_leaf_by_leaf():
-    run_ranks(a_dict_leaf_by_leaf, world_size=2)
+def test_a_dict_is_reduced_in_one_call():
+    run_ranks(a_dict_of_tensors, world_size=2)
 
 
 def ignored_labels() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unisono.collectives import MismatchError, all_gather, count_bytes
+from unisono.collectives import MismatchError, all_gather, all_reduce, checked, count_bytes
 from unisono.collectives.testing import gradcheck, gradgradcheck, run_ranks
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -184,3 +184,60 @@ def mixed_dtypes() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_tree_of_mixed_dtypes(world_size):
     run_ranks(mixed_dtypes, world_size=world_size)
+
+
+def reduced_tree(op: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def tree_on(r: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(r)
+        leaves = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 2), (), (40_000,), (0, 2))]
+        batch = Batch(leaves[0].requires_grad_(), "train", [leaves[1].requires_grad_(), None])
+        return {"batch": batch, "large": leaves[2].requires_grad_(), "none": leaves[3], "half": leaves[0].bfloat16()}
+
+    mine, everyone = tree_on(rank), [tree_on(r) for r in range(size)]
+    got = all_reduce(mine, op)
+    reduce = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax}[op]
+    expected = {name: reduce(torch.stack([t[name] for t in everyone]), 0) for name in ("large", "none", "half")}
+    assert type(got["batch"]) is Batch and got["batch"].name == "train" and got["batch"].more[1] is None
+    torch.testing.assert_close({name: got[name] for name in expected}, expected)
+    torch.testing.assert_close(got["batch"].image, reduce(torch.stack([t["batch"].image for t in everyone]), 0))
+
+    def losses(tree: dict[str, Any], r: int) -> torch.Tensor:
+        return (r + 1) * (tree["batch"].image ** 3).sum() + tree["batch"].more[0] ** 2 + (tree["large"] ** 2).sum()
+
+    def leaves_of(tree: dict[str, Any]) -> list[torch.Tensor]:
+        return [tree["batch"].image, tree["batch"].more[0], tree["large"]]
+
+    apart = {**mine, "batch": Batch(all_reduce(mine["batch"].image, op), "", [all_reduce(mine["batch"].more[0], op)])}
+    apart["large"] = all_reduce(mine["large"], op)
+    for tree in (got, apart):
+        first = torch.autograd.grad(losses(tree, rank), leaves_of(mine), create_graph=True)
+        second = torch.autograd.grad(sum((g**3).sum() for g in first), leaves_of(mine))
+        if tree is got:
+            kept = (*first, *second)
+    torch.testing.assert_close(kept, (*first, *second), rtol=1e-12, atol=1e-12)
+    for leaf in leaves_of(got):
+        with torch.no_grad():
+            leaf.add_(1)  # a tensor of its own
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_reduce_of_a_tree_matches_leaf_by_leaf(world_size, op):
+    run_ranks(reduced_tree, op, world_size=world_size)
+
+
+def reduced_once() -> None:
+    leaves = [torch.ones(k + 1) for k in range(5)]
+    with count_bytes() as traffic:
+        all_reduce(leaves)
+    assert traffic.calls == 1
+    with pytest.raises(TypeError, match=r"all_reduce: x\['loss'\]: expected a Tensor, got 0.5 of type float"):
+        all_reduce({"loss": 0.5})
+    with pytest.raises(MismatchError, match="rank 1: all_reduce"), checked(call_sites=False):
+        all_reduce({"a": torch.ones(1)} if dist.get_rank() else {"b": torch.ones(1)})
+
+
+def test_all_reduce_of_a_tree_communicates_once_and_refuses_numbers():
+    run_ranks(reduced_once, world_size=2)

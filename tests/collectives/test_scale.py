@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.collectives import (
     all_gather,
@@ -26,14 +27,22 @@ from unisono.collectives import (
     reduce_scatter,
     scatter,
     shift,
+    start_all_gather,
+    start_all_to_all_single,
 )
+from unisono.collectives.autograd import LinearMap
+from unisono.collectives.coalesced import run_coalesced
+from unisono.collectives.groups import GroupRanks
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.cuda.is_built(), reason="autograd aborts on fake CUDA tensors where torch is built without CUDA"
 )
 WORLD, RANK, WIDTH = 4096, 17, 512
+OTHERS = WORLD - 1
 UNEVEN = [8 + (r % 3) for r in range(WORLD)]  # rank 17 has 10
 TOTAL = sum(UNEVEN)
+PADDED = 10 * WORLD  # rows if each rank's part is padded to the longest, which is 1.11 of TOTAL
+SKEWED = [100 if r == RANK else r % 2 for r in range(WORLD)]  # padding would send 190 times as much
 ROW = WIDTH * 4
 
 
@@ -85,7 +94,14 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int, int, int, in
         8 * ROW * (WORLD - 1),
         8 * ROW * (WORLD - 1),
     ),
-    "all_gather uneven": (lambda x: all_gather(x, sizes=UNEVEN), 10, TOTAL, 10 * ROW * (WORLD - 1), (TOTAL - 10) * ROW),
+    "all_gather uneven": (lambda x: all_gather(x, sizes=UNEVEN), 10, TOTAL, 10 * ROW * (WORLD - 1), (PADDED - 10) * ROW),
+    "all_gather skewed": (
+        lambda x: all_gather(x, sizes=SKEWED),
+        100,
+        sum(SKEWED),
+        100 * ROW * (WORLD - 1),
+        (sum(SKEWED) - 100) * ROW,
+    ),
     "all_gather slice": (lambda x: all_gather(x, sizes=UNEVEN, grad="slice"), 10, TOTAL, 10 * ROW * (WORLD - 1), 0),
     "reduce_scatter equal": (
         lambda x: reduce_scatter(x, sizes=[2] * WORLD),
@@ -94,9 +110,36 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int, int, int, in
         2 * ROW * (WORLD - 1),
         2 * ROW * (WORLD - 1),
     ),
-    "reduce_scatter uneven": (lambda x: reduce_scatter(x, sizes=UNEVEN), TOTAL, 10, (TOTAL - 10) * ROW, 10 * ROW * (WORLD - 1)),
+    "reduce_scatter uneven": (
+        lambda x: reduce_scatter(x, sizes=UNEVEN),
+        TOTAL,
+        10,
+        (PADDED - 10) * ROW,
+        10 * ROW * (WORLD - 1),
+    ),
     "all_reduce": (all_reduce, 4, 4, 2 * 4 * ROW * (WORLD - 1) // WORLD, 2 * 4 * ROW * (WORLD - 1) // WORLD),
     "all_reduce identity": (lambda x: all_reduce(x, grad="identity"), 4, 4, 2 * 4 * ROW * (WORLD - 1) // WORLD, 0),
+    "start_all_gather": (
+        lambda x: start_all_gather(x, sizes=[8] * WORLD).wait(),
+        8,
+        8 * WORLD,
+        8 * ROW * (WORLD - 1),
+        8 * ROW * (WORLD - 1),
+    ),
+    "start_all_gather uneven": (
+        lambda x: start_all_gather(x, sizes=UNEVEN).wait(),
+        10,
+        TOTAL,
+        10 * ROW * (WORLD - 1),
+        (PADDED - 10) * ROW,
+    ),
+    "start_all_to_all_single": (
+        lambda x: start_all_to_all_single(x, send_sizes=[1] * WORLD, receive_sizes=[1] * WORLD).wait(),
+        WORLD,
+        WORLD,
+        (WORLD - 1) * ROW,
+        (WORLD - 1) * ROW,
+    ),
     "broadcast from here": (lambda x: broadcast(x, root=RANK), 4, 4, 4 * ROW * (WORLD - 1), 0),
     "broadcast from 0": (broadcast, 4, 4, 0, 4 * ROW),
     "reduce to 0": (reduce, 4, 4, 4 * ROW, 0),
@@ -126,6 +169,25 @@ def test_one_rank_of_4096_on_fake_cuda(fake_world, name):
     assert (forward.sent, back.sent) == (forward_bytes, backward_bytes)
 
 
+@pytest.mark.parametrize(
+    ("call", "messages"),
+    [
+        (lambda x: shift(x, sizes=UNEVEN), {"send": 1, "recv": 1}),
+        (lambda x: gather(x, sizes=UNEVEN), {"send": 1}),
+        (lambda x: gather(x, sizes=UNEVEN, root=RANK), {"recv": WORLD - 1}),
+    ],
+)
+def test_point_to_point_posts_only_messages_with_rows(fake_world, call, messages):
+    x = rows(10)
+    with count_bytes() as forward:
+        y = call(x)
+    with count_bytes() as back:
+        backward(y)
+    assert {name: op.calls for name, op in forward.by_op.items()} == messages
+    swapped = {"send": messages.get("recv", 0), "recv": messages.get("send", 0)}
+    assert {name: op.calls for name, op in back.by_op.items()} == {name: n for name, n in swapped.items() if n}
+
+
 @pytest.mark.parametrize("op", ["max", "min", "product", "avg"])
 def test_reductions_of_4096_on_fake_cuda(fake_world, op):
     x = torch.empty(WORLD * 2, device="cuda", requires_grad=True)
@@ -152,6 +214,61 @@ def test_tree_on_fake_cuda(fake_world):
         y = all_gather({"x": x}, sizes=sizes, group=part)["x"]
     assert traffic.sent == 10 * ROW * 255
     assert backward(y)[x].device.type == "cuda"
+
+
+class Kernels(TorchDispatchMode):
+    """Lists the ops that read or write memory and are no collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten" and not func.is_view and "empty" not in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sizes", [[1024] * 64, [1024 - (r == 5) for r in range(64)]], ids=["equal", "uneven"])
+def test_trees_launch_nothing_but_their_collectives(fake_world, sizes):
+    """One message of bytes for all leaves took 131 kernels in this backward, and 4.8 GB of memory traffic.
+
+    Uneven leaves are padded for the fused collective: a call removes the padding, and two make it in the backward.
+    """
+    uneven = len(set(sizes)) > 1
+    part = dist.new_group(range(64))
+    plans = [LinearMap("all_gather", GroupRanks(part.group_name, RANK, 64), (1024,), tuple(sizes))] * 2
+    leaves = [torch.empty(1024, 1024, device="cuda"), torch.empty(1024, 1024, dtype=torch.bfloat16, device="cuda")]
+    with Kernels() as kernels, count_bytes() as forward:
+        gathered = run_coalesced(leaves, plans)
+    assert kernels.names == ["aten::_foreach_copy_"] * 2 * uneven
+    kernels.names.clear()
+    with kernels, count_bytes() as backward:
+        shares = run_coalesced(gathered, [plan.adjoint() for plan in plans])
+    assert kernels.names == ["aten::new_zeros", "aten::_foreach_copy_"] * 2 * uneven
+    assert {name: op.calls for name, op in forward.by_op.items()} == {"all_gather": 2}
+    assert {name: op.calls for name, op in backward.by_op.items()} == {"reduce_scatter": 2}
+    assert [(y.shape, y.dtype) for y in shares] == [(x.shape, x.dtype) for x in leaves]
+
+
+def test_native_reductions_and_reduce_dtype_on_fake_cuda(fake_world):
+    x = torch.empty(1000, dtype=torch.bfloat16, device="cuda")
+    once = 2 * 1000 * (WORLD - 1) // WORLD  # elements that an all_reduce sends
+    for call, itemsize in (
+        (lambda: all_reduce(x.float(), "max"), 4),
+        (lambda: all_reduce(x.float(), "product"), 4),
+        (lambda: all_reduce(x), 2),
+        (lambda: all_reduce(x, reduce_dtype=torch.float32), 4),
+        (lambda: all_reduce({"a": x[:500], "b": x[500:]}, reduce_dtype=torch.float32), 4),
+    ):
+        with count_bytes() as traffic:
+            call()
+        assert set(traffic.by_op) == {"all_reduce"}
+        assert abs(traffic.sent - once * itemsize) <= 2 * itemsize
+    part = reduce_scatter(
+        torch.empty(WORLD, dtype=torch.bfloat16, device="cuda"), sizes=[1] * WORLD, reduce_dtype=torch.float32
+    )
+    assert part.dtype is torch.bfloat16
 
 
 def test_sizes_are_taken_alike_in_a_simulation(fake_world):

@@ -35,13 +35,14 @@ class LinearMap:
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
     root: int = 0
+    reduce_dtype: torch.dtype | None = None  # in which the ranks add, here and in the adjoints; None: that of the tensor
     call: str = ""  # what the user called, for errors
     site: str = ""  # the user's line if checks are enabled: then the map is validated over all ranks before it runs
 
     def adjoint(self) -> LinearMap:
         kind = KINDS[self.kind].adjoint
         call = f"backward of {self.call}"
-        return LinearMap(kind, self.ranks, self.receive, self.send, self.root, call, self.site)
+        return replace(self, kind=kind, send=self.receive, receive=self.send, call=call)
 
     def tangent(self) -> LinearMap:
         return replace(self, kind=KINDS[self.kind].tangent or self.kind, call=f"jvp of {self.call}")
@@ -55,6 +56,7 @@ class Kind(NamedTuple):
     tangent: str = ""  # for a named gradient: the map whose adjoint that gradient is
     communicates: bool = True
     sets_rows: bool = True  # the result has sum(receive) rows; otherwise the shape of the input
+    start: Callable[[Tensor, LinearMap, ProcessGroup], wire.Started] | None = None  # run, but without waiting for the result
 
 
 def _own_slice(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
@@ -71,23 +73,55 @@ def _all_gather(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
     return wire.all_gather(x, plan.receive, pg)
 
 
+def _start_all_gather(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> wire.Started:
+    return wire.start_gather(x, plan.receive, pg)
+
+
+def _reduce_scatter(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
+    return wire.reduce_scatter(x, plan.send, pg, plan.reduce_dtype)
+
+
+def _start_reduce_scatter(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> wire.Started:
+    return wire.start_reduce_scatter(x, plan.send, pg, plan.reduce_dtype)
+
+
+def _all_to_all(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
+    return wire.all_to_all(x, plan.send, plan.receive, pg)
+
+
+def _start_all_to_all(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> wire.Started:
+    return wire.start_all_to_all(x, plan.send, plan.receive, pg)
+
+
 def _all_reduce(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
-    return wire.all_reduce(x, pg)
+    return wire.all_reduce(x, pg, plan.reduce_dtype)
+
+
+def _start_all_reduce(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> wire.Started:
+    return wire.start_sum(x, pg, plan.reduce_dtype)
 
 
 KINDS = {
-    "all_gather": Kind(_all_gather, "reduce_scatter"),
-    "reduce_scatter": Kind(lambda x, plan, pg: wire.reduce_scatter(x, plan.send, pg), "all_gather"),
-    "all_to_all": Kind(lambda x, plan, pg: wire.all_to_all(x, plan.send, plan.receive, pg), "all_to_all"),
-    "all_reduce": Kind(_all_reduce, "all_reduce", sets_rows=False),
+    "all_gather": Kind(_all_gather, "reduce_scatter", start=_start_all_gather),
+    "reduce_scatter": Kind(_reduce_scatter, "all_gather", start=_start_reduce_scatter),
+    "all_to_all": Kind(_all_to_all, "all_to_all", start=_start_all_to_all),
+    "point_to_point": Kind(lambda x, plan, pg: wire.point_to_point(x, plan.send, plan.receive, pg), "point_to_point"),
+    "all_reduce": Kind(_all_reduce, "all_reduce", sets_rows=False, start=_start_all_reduce),
     "broadcast": Kind(lambda x, plan, pg: wire.broadcast(x, plan.root, pg), "reduce", sets_rows=False),
-    "reduce": Kind(lambda x, plan, pg: wire.reduce(x, plan.root, pg), "broadcast", sets_rows=False),
+    "reduce": Kind(lambda x, plan, pg: wire.reduce(x, plan.root, pg, plan.reduce_dtype), "broadcast", sets_rows=False),
+    # Not linear, so without an adjoint: functional/reduce.py has their derivatives.
+    "all_reduce_max": Kind(lambda x, plan, pg: wire.reduce_natively(x, "max", pg), "", sets_rows=False),
+    "all_reduce_min": Kind(lambda x, plan, pg: wire.reduce_natively(x, "min", pg), "", sets_rows=False),
+    "all_reduce_product": Kind(lambda x, plan, pg: wire.reduce_natively(x, "product", pg), "", sets_rows=False),
     # The named gradients: the tensors of the other ranks count as constants.
-    "all_gather_own": Kind(_all_gather, "own_slice", tangent="own_pad"),
-    "all_reduce_own": Kind(_all_reduce, "identity", tangent="identity", sets_rows=False),
+    "all_gather_own": Kind(_all_gather, "own_slice", tangent="own_pad", start=_start_all_gather),
+    "all_reduce_own": Kind(_all_reduce, "identity", tangent="identity", sets_rows=False, start=_start_all_reduce),
     "own_slice": Kind(_own_slice, "own_pad", communicates=False),
     "own_pad": Kind(_own_pad, "own_slice", communicates=False),
     "copy": Kind(lambda x, plan, pg: x.clone(), "all_reduce", tangent="copy", communicates=False, sets_rows=False),
+    # Tensor parallelism: all ranks have the same tensor and compute the same loss, which counts once.
+    "split": Kind(_own_slice, "all_gather_own", communicates=False),
+    "replicate": Kind(lambda x, plan, pg: x.clone(), "all_reduce_own", communicates=False, sets_rows=False),
     "identity": Kind(lambda x, plan, pg: x.clone(), "identity", communicates=False, sets_rows=False),
 }
 
@@ -106,6 +140,18 @@ def run(x: Tensor, plan: LinearMap) -> Tensor:
     if plan.site and kind.communicates:
         validate_linear_map(x, plan)
     return kind.run(x, plan, process_group(plan.ranks))
+
+
+def start(x: Tensor, plan: LinearMap) -> wire.Started:
+    """Begin to run `plan` without autograd. Where nothing is sent, or while make_fx traces, the result is there already."""
+    kind = KINDS[plan.kind]
+    if kind.start is None or plan.ranks.size == 1 or wire.is_traced_by_make_fx():
+        y = run(x, plan)
+        return wire.Started((), lambda: y)
+    x = x.resolve_conj().resolve_neg().contiguous()
+    if plan.site:
+        validate_linear_map(x, plan)
+    return kind.start(x, plan, process_group(plan.ranks))
 
 
 class _Collective(torch.autograd.Function):
@@ -163,6 +209,27 @@ def apply(x: Tensor, plan: LinearMap) -> Tensor:
     return y
 
 
+def is_transformed(x: Tensor) -> bool:
+    """Return whether something other than autograd's backward watches `x`: torch.compile, torch.func, forward mode, batches."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._functorch.is_legacy_batchedtensor(x)
+    )
+
+
+class Call(NamedTuple):
+    """A collective that is ready to run: `finish` turns what `plan` makes of `rows` into what the user gets."""
+
+    rows: Tensor
+    plan: LinearMap
+    finish: Callable[[Tensor], Tensor]
+
+    def result(self) -> Tensor:
+        return self.finish(apply(self.rows, self.plan))
+
+
 def apply_batched(xs: Sequence[Tensor], plans: Sequence[LinearMap]) -> list[Tensor]:
     """Run plan k on `xs[k]`, where some are batches of torch.autograd.grad(is_grads_batched=True): all run as batches, then."""
     level, size = _batch_level(next(x for x in xs if torch._C._functorch.is_legacy_batchedtensor(x)))
@@ -186,7 +253,7 @@ def _batch_level(x: Tensor) -> tuple[int, int]:
 
 def _run_as_op(x: Tensor, plan: LinearMap) -> Tensor:
     ranks = plan.ranks
-    y: Tensor = _op(x, plan.kind, plan.send, plan.receive, plan.root, plan.call, ranks.name, ranks.rank, ranks.size)
+    y: Tensor = _op(x, plan.kind, plan.send, plan.receive, plan.root, plan.reduce_dtype, plan.call, *ranks)
     return y
 
 
@@ -194,9 +261,18 @@ def _run_as_op(x: Tensor, plan: LinearMap) -> Tensor:
 # ranks of a host share inductor's cache, and a rank must not get the code of another one.
 @torch.library.custom_op("unisono_collectives::linear", mutates_args=())
 def _op(
-    x: Tensor, kind: str, send: Sequence[int], receive: Sequence[int], root: int, call: str, group: str, rank: int, size: int
+    x: Tensor,
+    kind: str,
+    send: Sequence[int],
+    receive: Sequence[int],
+    root: int,
+    reduce_dtype: torch.dtype | None,
+    call: str,
+    group: str,
+    rank: int,
+    size: int,
 ) -> Tensor:
-    plan = LinearMap(kind, GroupRanks(group, rank, size), tuple(send), tuple(receive), root, call)
+    plan = LinearMap(kind, GroupRanks(group, rank, size), tuple(send), tuple(receive), root, reduce_dtype, call)
     return run(x, replace(plan, site="compiled code" if call_site() else ""))
 
 
@@ -211,9 +287,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    kind, send, receive, root, call, group, rank, size = ctx.arguments
+    kind, send, receive, root, reduce_dtype, call, *ranks = ctx.arguments
     adjoint = KINDS[kind].adjoint
-    return _op(grad, adjoint, receive, send, root, f"backward of {call}", group, rank, size), *(None,) * 8
+    return _op(grad, adjoint, receive, send, root, reduce_dtype, f"backward of {call}", *ranks), *(None,) * 9
 
 
 _op.register_autograd(_backward, setup_context=_save)

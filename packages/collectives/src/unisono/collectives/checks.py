@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from unisono.collectives.groups import GroupRanks, is_fake_group, process_group, small_message_device
-from unisono.collectives.wire import small_all_gather
+from unisono.collectives.wire import small_all_gather, start_small_all_gather
 
 if TYPE_CHECKING:
     from unisono.collectives.autograd import LinearMap
@@ -114,30 +114,74 @@ def validate_across_ranks(
     Returns every rank's `numbers`, in rank order. `words` describes this rank's call and `rule` says what would be right;
     both are used only for the error.
     """
-    if ranks.size == 1 or is_fake_group(process_group(ranks)):
-        if problem:
-            raise MismatchError(f"{function}: {problem}")
-        return [list(numbers)] * ranks.size
+    return Validation(
+        function, ranks, same=same, numbers=numbers, words=words, device=device, rule=rule, problem=problem
+    ).result()
 
-    pg = process_group(ranks)
-    message_device = small_message_device(pg, device)
-    room = _HEADER - _FIXED
-    header = [int(bool(problem)), _fingerprint(same), len(numbers), *numbers[:room]]
-    header += [0] * (_HEADER - len(header))
-    try:
-        table = small_all_gather(_int64(header).to(message_device), pg).tolist()
-    except RuntimeError as error:
-        raise RuntimeError(f"{function}: no answer from the other ranks; rank {ranks.rank}: {problem or words()}") from error
-    if any(row[0] for row in table) or any(row[1] != header[1] for row in table):
-        faulty = [bool(row[0]) for row in table]
-        raise MismatchError(_mismatch_text(function, problem or words(), rule, faulty, message_device, pg))
 
-    longest = max(row[2] for row in table)
-    if longest > room:
-        rest = [*numbers[room:], *[0] * (longest - max(len(numbers), room))]
-        rests = small_all_gather(_int64(rest).to(message_device), pg).tolist()
-        table = [row + more for row, more in zip(table, rests, strict=True)]
-    return [row[_FIXED : _FIXED + row[2]] for row in table]
+class Validation:
+    """validate_across_ranks in two parts: once made, it is on its way; its result is asked for after other work.
+
+    All ranks must make it, and ask for its result, in the same order as their other calls.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        ranks: GroupRanks,
+        *,
+        same: object,
+        numbers: Sequence[int],
+        words: Callable[[], str],
+        device: torch.device | None,
+        rule: str,
+        problem: str = "",
+    ) -> None:
+        self._function, self._rule, self._words, self._problem = function, rule, words, problem
+        self._ranks = ranks
+        self._numbers = numbers
+        self._table: list[list[int]] = []
+        if ranks.size == 1 or is_fake_group(process_group(ranks)):
+            self._table = [[int(bool(problem)), 0, len(numbers), *numbers]] * ranks.size
+            return
+        self._pg = process_group(ranks)
+        self._device = small_message_device(self._pg, device)
+        header = [int(bool(problem)), _fingerprint(same), len(numbers), *numbers[: _HEADER - _FIXED]]
+        header += [0] * (_HEADER - len(header))
+        try:
+            self._wait = start_small_all_gather(_int64(header).to(self._device), self._pg)
+        except RuntimeError as error:
+            raise self._no_answer() from error
+
+    def agrees(self) -> bool:
+        """Wait for the other ranks, and return whether result() will raise no MismatchError: the same on all of them."""
+        if not self._table:
+            try:
+                self._table = self._wait().tolist()
+            except RuntimeError as error:
+                raise self._no_answer() from error
+        fingerprint = self._table[0][1]
+        return not any(row[0] or row[1] != fingerprint for row in self._table)
+
+    def result(self) -> list[list[int]]:
+        """Return every rank's `numbers`, in rank order, or raise the same error on all ranks."""
+        if not self.agrees():
+            if self._ranks.size == 1 or is_fake_group(process_group(self._ranks)):
+                raise MismatchError(f"{self._function}: {self._problem}")
+            faulty = [bool(row[0]) for row in self._table]
+            words = self._problem or self._words()
+            raise MismatchError(_mismatch_text(self._function, words, self._rule, faulty, self._device, self._pg))
+        table, room = self._table, _HEADER - _FIXED
+        longest = max(row[2] for row in table)
+        if longest > len(table[0]) - _FIXED:
+            rest = [*self._numbers[room:], *[0] * (longest - max(len(self._numbers), room))]
+            rests = small_all_gather(_int64(rest).to(self._device), self._pg).tolist()
+            table = [row + more for row, more in zip(table, rests, strict=True)]
+        return [row[_FIXED : _FIXED + row[2]] for row in table]
+
+    def _no_answer(self) -> RuntimeError:
+        own = self._problem or self._words()
+        return RuntimeError(f"{self._function}: no answer from the other ranks; rank {self._ranks.rank}: {own}")
 
 
 def validate_linear_map(x: Tensor, plan: LinearMap) -> None:
@@ -146,13 +190,14 @@ def validate_linear_map(x: Tensor, plan: LinearMap) -> None:
     pg = process_group(ranks)
     number = _calls_made[pg] = _calls_made.get(pg, 0) + 1
     kind = plan.kind.removesuffix("_own")  # a named gradient changes the backward, not what is sent now
-    by_rows = kind in ("all_gather", "reduce_scatter", "all_to_all")
+    exchanges = kind in ("all_to_all", "point_to_point")
+    by_rows = exchanges or kind in ("all_gather", "reduce_scatter")
     common = {"all_gather": plan.receive, "reduce_scatter": plan.send}.get(kind, ())
     shape = tuple(x.shape[1:]) if by_rows else tuple(x.shape)
     expected = sum(plan.send) if by_rows else x.shape[0]
     problem = f"{plan.call}: got {x.shape[0]} rows for splits {plan.send}" if x.shape[0] != expected else ""
-    same = (number, plan.call, kind, plan.root, str(x.dtype), shape, common, plan.site)
-    splits = [*plan.send, *plan.receive] if kind == "all_to_all" else []
+    same = (number, plan.call, kind, plan.root, str(x.dtype), str(plan.reduce_dtype), shape, common, plan.site)
+    splits = [*plan.send, *plan.receive] if exchanges else []
 
     def words() -> str:
         parts = f", sends rows {plan.send}, receives {plan.receive}" if by_rows else ""
@@ -191,6 +236,18 @@ def validate_tensor(function: str, x: object) -> None:
 def validate_choice(function: str, argument: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{function}: {argument}={value!r} is not one of {', '.join(map(repr, choices))}")
+
+
+def validate_reduce_dtype(function: str, reduce_dtype: object, x: Tensor) -> None:
+    """Raise unless the ranks can add `x` in `reduce_dtype`: a float of at least 16 bits, for a float. None is right always."""
+    if reduce_dtype is None:
+        return
+    if not isinstance(reduce_dtype, torch.dtype) or not reduce_dtype.is_floating_point or reduce_dtype.itemsize == 1:
+        raise TypeError(
+            f"{function}: reduce_dtype={reduce_dtype!r} must be a floating point dtype of at least 16 bits, as torch.float32"
+        )
+    if not x.is_floating_point():
+        raise TypeError(f"{function}: reduce_dtype={reduce_dtype} needs a floating point tensor, got {x.dtype}")
 
 
 def validate_rank(function: str, argument: str, value: int, ranks: GroupRanks) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence
 
-from unisono.collectives.autograd import LinearMap, apply, apply_batched, run
+from unisono.collectives.autograd import LinearMap
 from unisono.collectives.checks import call_site, checks_enabled, describe, stable_repr, user_frame, validate_across_ranks
+from unisono.collectives.coalesced import apply_coalesced
 from unisono.collectives.groups import GroupRanks
 from unisono.collectives.sizes import (
     Sizes,
@@ -34,7 +35,6 @@ from unisono.collectives.sizes import (
     sizes_error,
     to_rows,
 )
-from unisono.collectives.wire import as_bytes, sum_in_order
 
 _LEAVES = {Tensor, nn.Parameter, bool, int, float, str, type(None)}  # what most leaves are: a fast path knows them
 
@@ -195,26 +195,34 @@ def _with_contents(node: Any, contents: Any) -> Any:
 Tree = TypeVar("Tree")
 
 
-def all_gather_tree(tree: Tree, dim: int, sizes: Sizes, kind: str, ranks: GroupRanks) -> Tree:
+def all_gather_tree(
+    tree: Tree, dim: int, sizes: Sizes, kind: str, ranks: GroupRanks, reduce_dtype: torch.dtype | None = None
+) -> Tree:
     """all_gather the tensors of `tree`. Anything else in it must be equal on all ranks and stays as it is."""
     sizes = as_tuple(sizes)
     leaves, structure = tree_flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[place] for place in places]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        gathered = [_gather_leaf(x, dim, sizes, kind, ranks) for x in tensors]  # bytes cannot be traced
+        resolved = [
+            resolve_sizes("all_gather", x, dim, sizes, ranks) for x in tensors
+        ]  # a transform hides who needs a gradient
     else:
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         problem = _tree_error(tree, tensors, others)
         if kind == "all_gather":
             problem = problem or next((bad for x in tensors if (bad := gradient_error(x))), "")
         table = _validate_leaves(tensors, dim, sizes, (str(structure), stable_repr(others), kind), problem, ranks)
-        rows = [to_rows(join_graph(x, table[place]), dim) for place, x in enumerate(tensors)]
-        lengths = tuple(tuple(row[0] for row in leaf) for leaf in table)
-        differentiable = [x.is_floating_point() or x.is_complex() for x in tensors]
-        needs_grad = tuple(able and any(row[1] for row in leaf) for able, leaf in zip(differentiable, table, strict=True))
-        layout = _Layout(ranks, lengths, needs_grad, kind, call_site())
-        gathered = [from_rows(y, dim) for y in _GatherTree.apply(layout, *rows)]
+        lengths = [tuple(row[0] for row in leaf) for leaf in table]
+        resolved = [(join_graph(x, rows), length) for x, rows, length in zip(tensors, table, lengths, strict=True)]
+    site = call_site()
+    plans = [
+        LinearMap(
+            kind, ranks, (lengths[ranks.rank],), lengths, reduce_dtype=reduce_dtype, call="all_gather of a tree", site=site
+        )
+        for _, lengths in resolved
+    ]
+    gathered = [from_rows(y, dim) for y in apply_coalesced([to_rows(x, dim) for x, _ in resolved], plans)]
     for place, y in zip(places, gathered, strict=True):
         leaves[place] = y
     result: Tree = structure.unflatten(leaves)
@@ -228,12 +236,6 @@ def _tree_error(tree: object, tensors: list[Tensor], others: list[Any]) -> str:
         kind = arrays[0] if arrays else type(tree).__name__
         return f"x: expected a Tensor or a tree of tensors, got {kind}{'' if arrays else ' without any tensor'}"
     return ""
-
-
-def _gather_leaf(x: Tensor, dim: int, sizes: Sequence[int] | None, kind: str, ranks: GroupRanks) -> Tensor:
-    x, lengths = resolve_sizes("all_gather", x, dim, sizes, ranks)
-    plan = LinearMap(kind, ranks, send=(lengths[ranks.rank],), receive=lengths, call="all_gather of a tree", site=call_site())
-    return from_rows(apply(to_rows(x, dim), plan), dim)
 
 
 def _validate_leaves(
@@ -269,99 +271,3 @@ def _validate_leaves(
         problem=problem,
     )
     return [[row[2 * leaf : 2 * leaf + 2] for row in table] for leaf in range(len(tensors))]
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How the leaves of every rank lie in one message."""
-
-    ranks: GroupRanks
-    lengths: tuple[tuple[int, ...], ...]  # for every leaf, its length on every rank
-    needs_grad: tuple[bool, ...]  # for every leaf, whether some rank needs its gradient
-    kind: str
-    site: str
-
-    def row_counts(self, widths: Sequence[int]) -> list[list[int]]:
-        """Return for every rank the bytes of each leaf."""
-        return [[length[r] * width for length, width in zip(self.lengths, widths, strict=True)] for r in range(self.ranks.size)]
-
-    def of_gradients(self) -> _Layout:
-        lengths = tuple(length for length, needed in zip(self.lengths, self.needs_grad, strict=True) if needed)
-        return _Layout(self.ranks, lengths, (True,) * len(lengths), self.kind, self.site)
-
-    def adjoints(self) -> list[LinearMap]:
-        """Return for every leaf the backward of gathering it alone."""
-        rank = self.ranks.rank
-        gathers = [
-            LinearMap(self.kind, self.ranks, (lengths[rank],), lengths, call="all_gather of a tree", site=self.site)
-            for lengths in self.lengths
-        ]
-        return [gather.adjoint() for gather in gathers]
-
-
-def _widths(rows: Sequence[Tensor]) -> list[int]:
-    return [x.dtype.itemsize * x.shape[1:].numel() for x in rows]
-
-
-def _flat(rows: Tensor) -> Tensor:
-    return as_bytes(rows.resolve_conj().resolve_neg().contiguous()).view(-1)
-
-
-class _GatherTree(torch.autograd.Function):
-    """Backward: _ScatterTree of the leaves whose gradient some rank needs, or this rank's slice of each."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: _Layout, *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.layout = layout
-        counts = layout.row_counts(_widths(rows))
-        totals = tuple(sum(count) for count in counts)
-        plan = LinearMap(
-            "all_gather", layout.ranks, (totals[layout.ranks.rank],), totals, call="all_gather of a tree", site=layout.site
-        )
-        packed = torch.cat([_flat(x) for x in rows]) if rows else torch.empty(0, dtype=torch.uint8, device="cpu")
-        by_rank = [part.split(count) for part, count in zip(run(packed, plan).split(totals), counts, strict=True)]
-        out = tuple(
-            torch.cat([parts[leaf] for parts in by_rank]).view(x.dtype).view(sum(layout.lengths[leaf]), *x.shape[1:])
-            for leaf, x in enumerate(rows)
-        )
-        ctx.mark_non_differentiable(*(y for y, needed in zip(out, layout.needs_grad, strict=True) if not needed))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        layout: _Layout = ctx.layout
-        incoming = [grad for grad, needed in zip(grads, layout.needs_grad, strict=True) if needed]
-        if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in incoming):
-            results = iter(apply_batched(incoming, layout.of_gradients().adjoints()))
-        elif layout.kind == "all_gather_own":
-            slices = zip(incoming, layout.of_gradients().lengths, strict=True)
-            results = iter([grad.split(lengths)[layout.ranks.rank] for grad, lengths in slices])
-        else:
-            results = iter(_ScatterTree.apply(layout.of_gradients(), *incoming))
-        return None, *(next(results) if needed else None for needed in layout.needs_grad)
-
-
-class _ScatterTree(torch.autograd.Function):
-    """The adjoint of gathering a tree: each rank gets the sum over ranks of its slice of every leaf. Backward: _GatherTree."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: _Layout, *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.layout = layout
-        size, rank = layout.ranks.size, layout.ranks.rank
-        counts = layout.row_counts(_widths(rows))
-        parts = [[_flat(part) for part in x.split(lengths)] for x, lengths in zip(rows, layout.lengths, strict=True)]
-        packed = torch.cat([leaf[r] for r in range(size) for leaf in parts])
-        own = sum(counts[rank])
-        send = tuple(sum(count) for count in counts)
-        plan = LinearMap(
-            "all_to_all", layout.ranks, send, (own,) * size, call="backward of all_gather of a tree", site=layout.site
-        )
-        columns = run(packed, plan).view(size, own).split(counts[rank], dim=1)
-        return tuple(
-            sum_in_order(column.reshape(-1).clone().view(x.dtype).view(size, lengths[rank], *x.shape[1:]).unbind())
-            for column, x, lengths in zip(columns, rows, layout.lengths, strict=True)
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_GatherTree.apply(ctx.layout, *grads)

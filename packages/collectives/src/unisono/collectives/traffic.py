@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -37,6 +37,12 @@ class Traffic:
     @property
     def calls(self) -> int:
         return sum(op.calls for op in self.by_op.values())
+
+    def add(self, call: "CollectiveCall") -> None:
+        op = self.by_op.setdefault(call.name, OpTraffic())
+        op.calls += 1
+        op.sent += call.sent
+        op.received += call.received
 
     def __str__(self) -> str:
         rows = [f"{'collective':<24}{'calls':>8}{'bytes sent':>16}{'bytes received':>16}"]
@@ -83,17 +89,29 @@ class _Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        schema = getattr(func, "_schema", None)  # higher-order operators of compiled code have none
-        namespace, _, name = schema.name.partition("::") if schema else ("", "", "")
-        if namespace in ("c10d", "_c10d_functional") and (rule := _RULES.get(name.strip("_"))):
-            public_name, count = rule
-            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-            op = self.traffic.by_op.setdefault(public_name, OpTraffic())
-            op.calls += 1
-            sent, received = count(_Call(given, result))
-            op.sent += sent
-            op.received += received
+        if call := collective_call(func, args, result):
+            self.traffic.add(call)
         return result
+
+
+class CollectiveCall(NamedTuple):
+    """One collective that ran: its name, the bytes that this rank sends and receives, and the group."""
+
+    name: str
+    sent: int
+    received: int
+    group: ProcessGroup
+
+
+def collective_call(func: Any, args: tuple[Any, ...], result: Any) -> CollectiveCall | None:
+    """Return what the op `func(*args)`, which returned `result`, communicates; None if it is not a collective."""
+    schema = getattr(func, "_schema", None)  # higher-order operators of compiled code have none
+    namespace, _, name = schema.name.partition("::") if schema else ("", "", "")
+    if namespace not in ("c10d", "_c10d_functional") or not (rule := _RULES.get(name.strip("_"))):
+        return None
+    public_name, count = rule
+    call = _Call({argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}, result)
+    return CollectiveCall(public_name, *count(call), call.group)
 
 
 class _Call:
@@ -106,6 +124,7 @@ class _Call:
             group = group_by_name(group)
         elif not isinstance(group, ProcessGroup):
             group = ProcessGroup.unbox(group)
+        self.group = group
         self.rank = group.rank()
         self.size = group.size()
         self.others = self.size - 1

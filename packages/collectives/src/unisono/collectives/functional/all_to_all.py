@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.collectives.autograd import LinearMap, apply, disable_compile
+from unisono.collectives.autograd import Call, LinearMap, apply, disable_compile
 from unisono.collectives.checks import call_site, checks_enabled, describe, tensor_error, user_frame, validate_across_ranks
 from unisono.collectives.groups import Group, GroupRanks, is_fake_group, process_group, resolve_group, small_message_device
 from unisono.collectives.sizes import (
@@ -43,8 +43,12 @@ def all_to_all_single(
     Example, 2 ranks holding [1., 2.] and [3., 4.]:
         all_to_all_single(x)  ->  [1., 3.] on rank 0, [2., 4.] on rank 1
     """
-    name = "all_to_all_single"
-    ranks = resolve_group(group)
+    return prepare_all_to_all_single("all_to_all_single", x, dim, send_sizes, receive_sizes, resolve_group(group)).result()
+
+
+def prepare_all_to_all_single(
+    name: str, x: Tensor, dim: int, send_sizes: Sizes, receive_sizes: Sizes, ranks: GroupRanks
+) -> Call:
     receive_sizes = as_tuple(receive_sizes)
     send, problem = split_sizes("send_sizes", send_sizes, x, dim, ranks)
     problem = problem or sizes_error("receive_sizes", receive_sizes, ranks)
@@ -54,10 +58,10 @@ def all_to_all_single(
         raise_local_error(name, problem, ranks)
         receive = tuple(receive_sizes)
     else:
-        x, exchanged = _exchange_sizes(x, dim, send, problem, ranks)
+        x, exchanged = _exchange_sizes(name, x, dim, send, problem, ranks)
         receive = exchanged if receive_sizes is None else tuple(receive_sizes)
     plan = LinearMap("all_to_all", ranks, send, receive, call=name, site=call_site())
-    return from_rows(apply(to_rows(x, dim), plan), dim)
+    return Call(to_rows(x, dim), plan, lambda rows: from_rows(rows, dim))
 
 
 def all_to_all(xs: Sequence[Tensor], *, group: Group = None) -> list[Tensor]:
@@ -100,7 +104,7 @@ def shift(x: Tensor, offset: int = 1, *, sizes: Sizes = None, group: Group = Non
     source = (ranks.rank - offset) % ranks.size
     send = one_rank_sizes(target, lengths[ranks.rank], ranks)
     receive = one_rank_sizes(source, lengths[source], ranks)
-    plan = LinearMap("all_to_all", ranks, send, receive, call=f"shift(offset={offset})", site=call_site())
+    plan = LinearMap("point_to_point", ranks, send, receive, call=f"shift(offset={offset})", site=call_site())
     moved = apply(to_rows(x, 0), plan)
     return moved.reshape(()) if x.ndim == 0 else moved
 
@@ -109,10 +113,9 @@ _FEW = 12  # up to so many ranks, all sizes fit into one small message
 
 
 def _exchange_sizes(
-    x: Tensor, dim: int, send: tuple[int, ...], problem: str, ranks: GroupRanks
+    name: str, x: Tensor, dim: int, send: tuple[int, ...], problem: str, ranks: GroupRanks
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Return `x`, which now requires a gradient if that of any rank does, and the length of what arrives from each rank."""
-    name = "all_to_all_single"
     if ranks.size <= _FEW:
         table = all_gather_metadata(name, x, dim, ranks, extra=send, problem=problem)
         receive = [row[2 + ranks.rank] for row in table]

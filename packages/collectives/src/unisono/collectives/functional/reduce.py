@@ -1,17 +1,30 @@
-"""all_reduce, reduce, reduce_scatter, global_mean and average_gradient: sums, means, extremes and products over ranks."""
+"""all_reduce, reduce, reduce_scatter, global_mean, average_gradient and sum_gradient: reductions over ranks."""
 
-from collections.abc import Callable
-from typing import Literal, cast
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
-from unisono.collectives.autograd import LinearMap, apply
-from unisono.collectives.checks import call_site, checks_enabled, validate_choice, validate_rank, validate_tensor
+from unisono.collectives.autograd import Call, LinearMap, apply, is_transformed, run
+from unisono.collectives.checks import (
+    call_site,
+    checks_enabled,
+    describe,
+    user_frame,
+    validate_across_ranks,
+    validate_choice,
+    validate_rank,
+    validate_reduce_dtype,
+    validate_tensor,
+)
+from unisono.collectives.coalesced import apply_coalesced
 from unisono.collectives.functional.gather import gather
-from unisono.collectives.groups import Group, GroupRanks, resolve_group
+from unisono.collectives.groups import Group, GroupRanks, process_group, resolve_group
+from unisono.collectives.pytree import tree_flatten
 from unisono.collectives.sizes import (
     Sizes,
     all_gather_metadata,
@@ -22,47 +35,166 @@ from unisono.collectives.sizes import (
     split_sizes,
     to_rows,
 )
+from unisono.collectives.wire import reduces_natively
 
+Tree = TypeVar("Tree")
 OpName = Literal["sum", "avg", "max", "min", "product"]
 ReduceOp = OpName | dist.ReduceOp.RedOpType  # torch's own: ReduceOp.SUM and so on
 ReduceGrad = Literal["sum", "identity"]
 GradReduce = Literal["mean", "sum"]
 
 
-def all_reduce(x: Tensor, op: ReduceOp = "sum", *, grad: ReduceGrad = "sum", group: Group = None) -> Tensor:
+@overload
+def all_reduce(
+    x: Tensor,
+    op: ReduceOp = "sum",
+    *,
+    grad: ReduceGrad = "sum",
+    reduce_dtype: torch.dtype | None = None,
+    group: Group = None,
+) -> Tensor: ...
+@overload
+def all_reduce(
+    x: Tree,
+    op: ReduceOp = "sum",
+    *,
+    grad: ReduceGrad = "sum",
+    reduce_dtype: torch.dtype | None = None,
+    group: Group = None,
+) -> Tree: ...
+def all_reduce(
+    x: Tensor | Tree,
+    op: ReduceOp = "sum",
+    *,
+    grad: ReduceGrad = "sum",
+    reduce_dtype: torch.dtype | None = None,
+    group: Group = None,
+) -> Tensor | Tree:
     """Reduce `x` elementwise over the ranks; every rank gets the result. All ranks pass the same shape and dtype.
+
+    `op` is a name, or torch's own ReduceOp.SUM and so on. A dict, list, tuple or dataclass of tensors is reduced leaf by
+    leaf; sums and means of all leaves travel together. `reduce_dtype`, for sum and avg: the dtype in which the ranks add,
+    and send where the backend adds on the wire (NCCL); the result has the dtype of `x`. None: the dtype of `x`; means of
+    16-bit floats are added in float32.
 
     Backward: grad="sum" gives the true adjoint. The gradients of all ranks are added and then pass through the derivative
     of `op` as torch has it for one tensor: ties of max and min share, zeros in a product are exact. grad="identity" (for
-    op="sum") hands each rank its own gradient without communication, as if the other ranks' data were constants: for
-    tensor parallelism, where every rank computes the same loss and gradients are not averaged. All ranks must run the
-    backward. Only checked() compares shape, dtype and op.
-
-    `op` is a name, or torch's own ReduceOp.SUM and so on.
+    op="sum") hands each rank its own gradient without communication: for tensor parallelism, where every rank computes the
+    same loss and gradients are not averaged; sum_gradient is its counterpart. All ranks must run the backward. Only
+    checked() compares shape, dtype and op.
 
     Example, 2 ranks holding [1.] and [2.]:
         all_reduce(x)  ->  [3.] on both;  all_reduce(x, "max")  ->  [2.] on both
     """
+    name = "all_reduce"
     ranks = resolve_group(group)
-    op = validate_op("all_reduce", op, x)
-    validate_choice("all_reduce", "grad", grad, ("sum", "identity"))
+    validate_choice(name, "grad", grad, ("sum", "identity"))
+    if not isinstance(x, Tensor):
+        return _all_reduce_tree(x, op, grad, reduce_dtype, ranks, group)
+    op = validate_op(name, op, x, reduce_dtype)
     if grad == "identity" and op != "sum":
-        raise ValueError(f"all_reduce: grad='identity' goes with op='sum', not with op={op!r}")
-    call = f"all_reduce(op={op!r}, grad={grad!r})"
-    rows = x.reshape(1) if x.ndim == 0 else x
+        raise ValueError(f"{name}: grad='identity' goes with op='sum', not with op={op!r}")
     if op in ("sum", "avg"):
-        plan = LinearMap("all_reduce_own" if grad == "identity" else "all_reduce", ranks, call=call, site=call_site())
-        return _averaged(rows, op, ranks, lambda rows: apply(rows, plan)).reshape(x.shape)
+        return prepare_all_reduce(name, x, op, grad, reduce_dtype, ranks).result()
+    call = f"{name}(op={op!r}, grad={grad!r})"
+    rows = x.reshape(1) if x.ndim == 0 else x
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    if _is_native(x, op, ranks) and not (needs_grad and op == "product"):
+        plan = LinearMap(f"all_reduce_{op}", ranks, call=call, site=call_site())
+        return (_Extreme.apply(rows, plan) if needs_grad else run(rows, plan)).reshape(x.shape)
     # Each rank reduces its share of the elements, then all ranks gather the shares. That sends as much as an all_reduce,
-    # and gives torch's own derivative of `op`, to any order.
+    # and gives torch's own derivative of `op`, to any order and under all transforms.
     shares = even_sizes(x.numel(), ranks.size)
-    own = _reduce_rows(rows.reshape(-1), shares, op, ranks, call)
+    own = _prepare_reduced_rows(rows.reshape(-1), shares, op, None, ranks, call).result()
     plan = LinearMap("all_gather", ranks, send=(shares[ranks.rank],), receive=shares, call=call, site=call_site())
     return apply(own, plan).reshape(x.shape)
 
 
-def reduce(x: Tensor, op: ReduceOp = "sum", *, root: int = 0, group: Group = None) -> Tensor:
+def prepare_all_reduce(
+    name: str, x: Tensor, op: str, grad: ReduceGrad, reduce_dtype: torch.dtype | None, ranks: GroupRanks
+) -> Call:
+    """Prepare the sum or the mean."""
+    kind = "all_reduce_own" if grad == "identity" else "all_reduce"
+    call = f"{name}(op={op!r}, grad={grad!r})"
+    plan = LinearMap(kind, ranks, reduce_dtype=reduce_dtype, call=call, site=call_site())
+    rows, finish = _summands(x.reshape(1) if x.ndim == 0 else x, op, reduce_dtype, ranks)
+    return Call(rows, plan, lambda total: finish(total).reshape(x.shape))
+
+
+def _all_reduce_tree(
+    tree: Tree, op: ReduceOp, grad: ReduceGrad, reduce_dtype: torch.dtype | None, ranks: GroupRanks, group: Group
+) -> Tree:
+    """all_reduce the tensors of `tree`; None and texts in it stay as they are."""
+    leaves, structure = tree_flatten(tree)
+    for leaf, path in zip(leaves, structure.paths(), strict=True):
+        if not isinstance(leaf, (Tensor, str, type(None))):
+            raise TypeError(f"all_reduce: x{path}: expected a Tensor, got {leaf!r} of type {type(leaf).__name__}")
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if not places and any(leaf is not None for leaf in leaves):
+        raise TypeError(f"all_reduce: x: expected a Tensor or a tree of tensors, got {type(tree).__name__} without any tensor")
+    tensors = [leaves[place] for place in places]
+    names = [validate_op("all_reduce", op, x, reduce_dtype) for x in tensors]
+    if checks_enabled():
+        _validate_tree(str(structure), tensors, ranks)
+    if len({x.device for x in tensors}) > 1 or names[:1] not in ([], ["sum"], ["avg"]):
+        results = [all_reduce(x, op, grad=grad, reduce_dtype=reduce_dtype, group=group) for x in tensors]
+    else:
+        if grad == "identity" and names[:1] == ["avg"]:
+            raise ValueError("all_reduce: grad='identity' goes with op='sum', not with op='avg'")
+        calls = [prepare_all_reduce("all_reduce", x, names[0], grad, reduce_dtype, ranks) for x in tensors]
+        totals = apply_coalesced([call.rows for call in calls], [call.plan for call in calls])
+        results = [call.finish(total) for call, total in zip(calls, totals, strict=True)]
+    for place, result in zip(places, results, strict=True):
+        leaves[place] = result
+    reduced: Tree = structure.unflatten(leaves)
+    return reduced
+
+
+def _validate_tree(structure: str, tensors: Sequence[Tensor], ranks: GroupRanks) -> None:
+    shapes = ", ".join(map(describe, tensors))
+    validate_across_ranks(
+        "all_reduce",
+        ranks,
+        same=("all_reduce of a tree", structure, shapes),
+        numbers=(),
+        words=lambda: f"all_reduce(a tree of {shapes}) at {user_frame()}, in {structure}",
+        device=tensors[0].device if tensors else None,
+        rule="The tree, its dtypes and shapes must be the same on every rank.",
+    )
+
+
+def _is_native(x: Tensor, op: str, ranks: GroupRanks) -> bool:
+    """Return whether the backend itself may reduce `x`, which no transform of torch watches."""
+    if ranks.size == 1 or is_transformed(x):
+        return False
+    return reduces_natively(x, op, process_group(ranks))
+
+
+class _Extreme(torch.autograd.Function):
+    """max or min over the ranks. Backward: the gradients of all ranks are added; ranks that hold the extreme share them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: LinearMap) -> Tensor:
+        y = run(x, plan)
+        ctx.save_for_backward(x, y)
+        ctx.plan = plan
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, y = ctx.saved_tensors
+        plan = replace(ctx.plan, kind="all_reduce", call=f"backward of {ctx.plan.call}")
+        holds = x == y
+        ties = run(holds.to(torch.int32), plan)
+        return apply(grad, plan) * holds / ties, None
+
+
+def reduce(
+    x: Tensor, op: ReduceOp = "sum", *, root: int = 0, reduce_dtype: torch.dtype | None = None, group: Group = None
+) -> Tensor:
     """Reduce `x` elementwise over the ranks onto rank `root` of the group; the other ranks get zeros.
+
+    `op` and `reduce_dtype`: as in all_reduce.
 
     Backward: the gradient of `root` goes to all ranks and through the derivative of `op`, as in all_reduce. Every rank
     must run it, through the zeros on ranks other than `root`.
@@ -71,42 +203,60 @@ def reduce(x: Tensor, op: ReduceOp = "sum", *, root: int = 0, group: Group = Non
         reduce(x)  ->  [3.] on rank 0, [0.] on rank 1
     """
     ranks = resolve_group(group)
-    op = validate_op("reduce", op, x)
+    op = validate_op("reduce", op, x, reduce_dtype)
     root = validate_rank("reduce", "root", root, ranks)
     call = f"reduce(op={op!r}, root={root})"
-    rows = x.reshape(1) if x.ndim == 0 else x
     if op in ("sum", "avg"):
-        plan = LinearMap("reduce", ranks, root=root, call=call, site=call_site())
-        return _averaged(rows, op, ranks, lambda rows: apply(rows, plan)).reshape(x.shape)
+        plan = LinearMap("reduce", ranks, root=root, reduce_dtype=reduce_dtype, call=call, site=call_site())
+        rows, finish = _summands(x.reshape(1) if x.ndim == 0 else x, op, reduce_dtype, ranks)
+        return finish(apply(rows, plan)).reshape(x.shape)
     shares = even_sizes(x.numel(), ranks.size)
-    result = gather(_reduce_rows(rows.reshape(-1), shares, op, ranks, call), root=root, sizes=shares, group=group)
+    own = _prepare_reduced_rows(x.reshape(-1), shares, op, None, ranks, call).result()
+    result = gather(own, root=root, sizes=shares, group=group)
     if ranks.rank != root:
         nothing = result.sum(dtype=x.dtype)  # of an empty tensor: a zero that is in the graph
         result = x.new_zeros(x.shape) + nothing
     return result.reshape(x.shape)
 
 
-def reduce_scatter(x: Tensor, dim: int = 0, *, sizes: Sizes = None, op: ReduceOp = "sum", group: Group = None) -> Tensor:
+def reduce_scatter(
+    x: Tensor,
+    dim: int = 0,
+    *,
+    sizes: Sizes = None,
+    op: ReduceOp = "sum",
+    reduce_dtype: torch.dtype | None = None,
+    group: Group = None,
+) -> Tensor:
     """Reduce `x` elementwise over the ranks, split the result along `dim`, and give every rank its part.
 
     `sizes`: the length of each rank's part, which may be uneven; otherwise as even as possible, and one small message
-    makes sure that all ranks pass the same shape and dtype.
+    makes sure that all ranks pass the same shape and dtype. `op` and `reduce_dtype`: as in all_reduce. On gloo 16-bit floats
+    are added in float32 anyway.
 
     Backward: all_gather, then the derivative of `op`, as in all_reduce. All ranks must run it.
 
     Example, 2 ranks holding [1., 2.] and [3., 4.]:
         reduce_scatter(x)  ->  [4.] on rank 0, [6.] on rank 1
     """
-    name = "reduce_scatter"
     ranks = resolve_group(group)
-    op = validate_op(name, op, x)
+    op = validate_op("reduce_scatter", op, x, reduce_dtype)
+    return prepare_reduce_scatter("reduce_scatter", x, dim, sizes, op, reduce_dtype, ranks).result()
+
+
+def prepare_reduce_scatter(
+    name: str, x: Tensor, dim: int, sizes: Sizes, op: str, reduce_dtype: torch.dtype | None, ranks: GroupRanks
+) -> Call:
     shares, problem = split_sizes("sizes", sizes, x, dim, ranks)
     problem = problem or ("x: a scalar cannot be split" if x.ndim == 0 else "")
     if sizes is None or checks_enabled():
-        table = all_gather_metadata(name, x, dim, ranks, same=f"op={op!r}", ragged=False, problem=problem)
+        table = all_gather_metadata(
+            name, x, dim, ranks, same=f"op={op!r}, reduce_dtype={reduce_dtype}", ragged=False, problem=problem
+        )
         x = join_graph(x, table)
     raise_local_error(name, problem, ranks)
-    return from_rows(_reduce_rows(to_rows(x, dim), shares, op, ranks, f"{name}(op={op!r})"), dim)
+    call = _prepare_reduced_rows(to_rows(x, dim), shares, op, reduce_dtype, ranks, f"{name}(op={op!r})")
+    return call._replace(finish=lambda rows: from_rows(call.finish(rows), dim))
 
 
 def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradReduce = "mean", group: Group = None) -> Tensor:
@@ -181,19 +331,55 @@ def average_gradient(x: Tensor, *, group: Group = None) -> Tensor:
     return _divide_gradient(copied, ranks.size)
 
 
+def sum_gradient(x: Tensor, *, group: Group = None) -> Tensor:
+    """Return `x`, whose gradient will be the sum of all ranks' gradients.
+
+    Tensor parallelism: every rank has the same `x` and uses it in its own part of a layer, and all ranks compute the same
+    loss, which counts once. This stands before the parts, and all_reduce(grad="identity") or all_gather(grad="slice")
+    behind them. Megatron calls it copy_to_tensor_model_parallel_region.
+
+    Backward: all_reduce; its own backward is the identity. All ranks must run it.
+
+    Example, 2 ranks whose parts of the loss are 1 * x and 3 * x:
+        sum_gradient(x)  ->  x on both;  x.grad  ->  4. on both
+    """
+    validate_tensor("sum_gradient", x)
+    ranks = resolve_group(group)
+    if ranks.size == 1 or not (x.is_floating_point() or x.is_complex()):  # integers have no gradient
+        return x
+    plan = LinearMap("replicate", ranks, call="sum_gradient", site=call_site())
+    return apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
+
+
 def _divide_gradient(x: Tensor, number: int) -> Tensor:
     if number == 1:
         return x
+    if not is_transformed(x):
+        divided: Tensor = _DivideGradient.apply(x, number)
+        return divided
     share = x / number
     divided = x.detach() + (share - share.detach())  # the value of x to the bit
     return torch.where(x.isfinite(), divided, x)  # infinities have no difference
 
 
+class _DivideGradient(torch.autograd.Function):
+    """One kernel in each direction. torch.compile, torch.func and forward mode take the formula above."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        return x.clone()  # not a view, which could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.number, None
+
+
 _OPS = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min", "PRODUCT": "product"}  # torch's names
 
 
-def validate_op(function: str, op: ReduceOp, x: Tensor) -> OpName:
-    """Return the name of `op`, which fits `x`."""
+def validate_op(function: str, op: ReduceOp, x: Tensor, reduce_dtype: torch.dtype | None = None) -> OpName:
+    """Return the name of `op`, which fits `x` and `reduce_dtype`."""
     validate_tensor(function, x)
     if isinstance(op, int):
         raise TypeError(f"{function}: op={op!r} is not a reduction; the rank that gets the result is root={op}")
@@ -206,26 +392,44 @@ def validate_op(function: str, op: ReduceOp, x: Tensor) -> OpName:
         raise TypeError(f"{function}: op={name!r} needs an ordered dtype, got {x.dtype}")
     if x.is_floating_point() and x.dtype.itemsize == 1:
         raise TypeError(f"{function}: {x.dtype} can be moved but not reduced; convert it first, to bfloat16 for instance")
+    validate_reduce_dtype(function, reduce_dtype, x)
+    if reduce_dtype is not None and name not in ("sum", "avg"):
+        raise ValueError(f"{function}: reduce_dtype={reduce_dtype} goes with op='sum' and op='avg', not with op={name!r}")
     return cast(OpName, name)
 
 
-def _averaged(rows: Tensor, op: str, ranks: GroupRanks, add_up: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the sum, or for op="avg" the mean. For "avg", 16-bit floats are sent as float32: their sum may overflow."""
-    if op == "avg" and rows.dtype in (torch.float16, torch.bfloat16):
-        return (add_up(rows.float()) / ranks.size).to(rows.dtype)
-    total = add_up(rows)
-    return total / ranks.size if op == "avg" else total
+def _summands(
+    rows: Tensor, op: str, reduce_dtype: torch.dtype | None, ranks: GroupRanks
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the rows that the ranks add up, and what makes the result of their sum.
+
+    For "avg", 16-bit floats are sent as float32: their sum may overflow.
+    """
+    if op == "sum":
+        return rows, lambda total: total
+    dtype = rows.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        rows = rows.to(reduce_dtype or torch.float32)
+    return rows, lambda total: (total / ranks.size).to(dtype)
 
 
-def _reduce_rows(rows: Tensor, shares: tuple[int, ...], op: str, ranks: GroupRanks, call: str) -> Tensor:
-    """Return this rank's share of the rows, reduced over the ranks."""
+def _prepare_reduced_rows(
+    rows: Tensor, shares: tuple[int, ...], op: str, reduce_dtype: torch.dtype | None, ranks: GroupRanks, call: str
+) -> Call:
+    """Prepare this rank's share of the rows, reduced over the ranks."""
     own = shares[ranks.rank]
     if op in ("sum", "avg"):
-        plan = LinearMap("reduce_scatter", ranks, send=shares, receive=(own,), call=call, site=call_site())
-        return _averaged(rows, op, ranks, lambda rows: apply(rows, plan))
-    from_each = (own,) * ranks.size
-    blocks = apply(rows, LinearMap("all_to_all", ranks, send=shares, receive=from_each, call=call, site=call_site()))
-    blocks = rearrange(blocks, "(r n) ... -> r n ...", r=ranks.size)
-    if op == "product":
-        return blocks.prod(0, dtype=rows.dtype)
-    return blocks.amax(0) if op == "max" else blocks.amin(0)
+        plan = LinearMap(
+            "reduce_scatter", ranks, send=shares, receive=(own,), reduce_dtype=reduce_dtype, call=call, site=call_site()
+        )
+        rows, finish = _summands(rows, op, reduce_dtype, ranks)
+        return Call(rows, plan, finish)
+    plan = LinearMap("all_to_all", ranks, send=shares, receive=(own,) * ranks.size, call=call, site=call_site())
+
+    def reduced(rows: Tensor) -> Tensor:
+        blocks = rearrange(rows, "(r n) ... -> r n ...", r=ranks.size)
+        if op == "product":
+            return blocks.prod(0, dtype=rows.dtype)
+        return blocks.amax(0) if op == "max" else blocks.amin(0)
+
+    return Call(rows, plan, reduced)

@@ -1,4 +1,4 @@
-"""broadcast and scatter: send the tensor of one rank to all ranks, whole or in parts."""
+"""broadcast and scatter: send the tensor of one rank to all ranks, whole or in parts. split: take a part without sending."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,16 @@ from unisono.collectives.checks import (
     validate_tensor,
 )
 from unisono.collectives.groups import Group, GroupRanks, resolve_group
-from unisono.collectives.sizes import Sizes, from_rows, gradient_error, join_graph, one_rank_sizes, split_sizes, to_rows
+from unisono.collectives.sizes import (
+    Sizes,
+    from_rows,
+    gradient_error,
+    join_graph,
+    one_rank_sizes,
+    raise_local_error,
+    split_sizes,
+    to_rows,
+)
 
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)  # the same on every rank
 
@@ -73,7 +82,27 @@ def scatter(x: Tensor | None, dim: int = 0, *, root: int = 0, sizes: Sizes = Non
     x = join_graph(x, [metadata])
     send = lengths if ranks.rank == root else (0,) * ranks.size
     receive = one_rank_sizes(root, lengths[ranks.rank], ranks)
-    plan = LinearMap("all_to_all", ranks, send, receive, call=f"scatter(root={root})", site=call_site())
+    plan = LinearMap("point_to_point", ranks, send, receive, call=f"scatter(root={root})", site=call_site())
+    return from_rows(apply(to_rows(x, dim), plan), dim)
+
+
+def split(x: Tensor, dim: int = 0, *, sizes: Sizes = None, group: Group = None) -> Tensor:
+    """Return this rank's part of `x`, which all ranks have, along `dim`. Nothing is sent.
+
+    `sizes`: the length of each rank's part; otherwise as even as possible. For tensor parallelism, where all ranks compute
+    the same loss, which counts once; all_gather(grad="slice") is its counterpart. Megatron calls it
+    scatter_to_tensor_model_parallel_region.
+
+    Backward: all_gather: every rank gets the whole gradient of `x`. All ranks must run it.
+
+    Example, 2 ranks holding [1., 2., 3.]:
+        split(x)  ->  [1., 2.] on rank 0, [3.] on rank 1
+    """
+    ranks = resolve_group(group)
+    shares, problem = split_sizes("sizes", sizes, x, dim, ranks)
+    problem = problem or ("x: a scalar cannot be split" if x.ndim == 0 else "")
+    raise_local_error("split", problem, ranks)
+    plan = LinearMap("split", ranks, send=shares, receive=(shares[ranks.rank],), call="split", site=call_site())
     return from_rows(apply(to_rows(x, dim), plan), dim)
 
 

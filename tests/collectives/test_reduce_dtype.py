@@ -1,0 +1,75 @@
+"""reduce_dtype: in which dtype the ranks add, forward and backward. The result keeps the dtype of the input."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unisono.collectives.autograd import LinearMap, apply
+from unisono.collectives.checks import validate_reduce_dtype
+from unisono.collectives.groups import process_group, resolve_group
+from unisono.collectives.testing import run_ranks
+from unisono.collectives.wire import all_reduce, reduce, reduce_scatter
+
+TINY = 2.0**-9  # 1 + TINY is 1 in bfloat16, so adding in bfloat16 loses what other ranks hold
+
+
+def sums(reduce_dtype: torch.dtype | None) -> list[list[float]]:
+    """1 on rank 0 and TINY on the others: on 5 ranks one step of bfloat16 more than 1, unless it is rounded away."""
+    pg = process_group(resolve_group(None))
+    x = torch.tensor([1.0 if dist.get_rank() == 0 else TINY], dtype=torch.bfloat16)
+    rows = x.repeat(dist.get_world_size())
+    results = all_reduce(x, pg, reduce_dtype), reduce_scatter(rows, [1] * len(rows), pg, reduce_dtype)
+    on_root = reduce(x, 0, pg, reduce_dtype)
+    assert all(y.dtype is torch.bfloat16 for y in (*results, on_root))
+    return [y.tolist() for y in (*results, on_root)]
+
+
+def test_16_bit_values_are_added_in_reduce_dtype():
+    exact = [1 + 4 * TINY]
+    first, *others = run_ranks(sums, torch.float32, world_size=5)
+    assert first == [exact, exact, exact] and others == [[exact, exact, [0.0]]] * 4
+    assert run_ranks(sums, torch.float64, world_size=5)[0] == [exact, exact, exact]
+
+
+def narrow_sums() -> list[float]:
+    """float32 that is added in bfloat16 travels in half the bytes, and is rounded."""
+    pg = process_group(resolve_group(None))
+    x = torch.tensor([1 + TINY, 3.0])
+    return [y.item() for y in (all_reduce(x, pg, torch.bfloat16)[0], reduce_scatter(x, [1, 1], pg, torch.bfloat16)[0])]
+
+
+def test_a_narrower_reduce_dtype_rounds_what_is_sent():
+    assert run_ranks(narrow_sums, world_size=2) == [[2.0, 2.0], [2.0, 6.0]]
+
+
+def gradients_of_gather() -> float:
+    """The backward of all_gather, and the backward of that, add in the same dtype."""
+    ranks = resolve_group(None)
+    x = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    sizes = (1,) * ranks.size
+    plan = LinearMap("all_gather", ranks, send=(1,), receive=sizes, reduce_dtype=torch.float64)
+    assert plan.adjoint().reduce_dtype is plan.adjoint().adjoint().reduce_dtype is torch.float64
+    weight = 1.0 if ranks.rank == 0 else TINY
+    apply(x, plan).backward(torch.full((ranks.size,), weight, dtype=torch.bfloat16))
+    return x.grad.item()
+
+
+def test_gradients_of_all_gather_are_added_in_reduce_dtype():
+    assert run_ranks(gradients_of_gather, world_size=5) == [1 + 4 * TINY] * 5
+
+
+def unsigned_on_gloo() -> list[int]:
+    pg = process_group(resolve_group(None))
+    return reduce_scatter(torch.tensor([65535, 3], dtype=torch.uint16), [1, 1], pg).tolist()
+
+
+def test_small_integers_are_added_in_a_wider_dtype():
+    assert run_ranks(unsigned_on_gloo, world_size=2) == [[65534], [6]]
+
+
+@pytest.mark.parametrize("bad", ["float32", torch.int64, torch.float8_e4m3fn, torch.complex64])
+def test_reduce_dtype_must_be_a_float(bad):
+    with pytest.raises(TypeError, match=r"all_reduce: reduce_dtype=.* must be a floating point dtype of at least 16 bits"):
+        validate_reduce_dtype("all_reduce", bad, torch.zeros(1))
+    with pytest.raises(TypeError, match=r"reduce: reduce_dtype=torch.float32 needs a floating point tensor, got torch.int64"):
+        validate_reduce_dtype("reduce", torch.float32, torch.zeros(1, dtype=torch.int64))
