@@ -4,6 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._pytree import tree_leaves
 
 from tests.contrastive.loss_cases import CASES, SPLITS, close, differentiable, global_batch, gradients, local_batch
 from unisono import contrastive
@@ -30,6 +33,38 @@ def compiled_losses_match_eager(backend):
 
 def test_compiled_losses_match_eager(ranks):
     ranks(compiled_losses_match_eager, "aot_eager", world_size=2, timeout=240)
+
+
+def compiled_with_sizes():
+    """No tensor of the graph is on another device than the features: a CPU tensor would keep it out of CUDA graphs."""
+    torch._dynamo.reset()
+    sizes = SPLITS[dist.get_world_size()]
+    mine = differentiable(local_batch(global_batch(sum(sizes)), sizes, dist.get_rank()))
+    seen, sizes_in_graph = [], []
+
+    def backend(graph, inputs):
+        def compiler(module, _):
+            for node in module.graph.nodes:
+                tensors = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
+                seen.extend(tensors)
+                sizes_in_graph.extend(t for t in tensors if t.dtype == torch.int64 and t.shape == (len(sizes),))
+            return make_boxed_func(module.forward)
+
+        return aot_autograd(fw_compiler=compiler)(graph, inputs)
+
+    def step(given):
+        return contrastive.clip_loss(given["x"], given["y"], 3.0, sizes=sizes, weights=given["weights"])
+
+    loss, expected = torch.compile(step, fullgraph=True, backend=backend)(mine), step(mine)
+    close(loss.detach(), expected.detach(), 1e-12, "loss")
+    truth = gradients(expected, mine)
+    for key, grad in gradients(loss, mine).items():
+        close(grad, truth[key], 1e-11, f"gradient of {key}")
+    assert seen and not sizes_in_graph, "the given sizes are a tensor on the CPU"
+
+
+def test_given_sizes_are_not_returned_on_the_cpu(ranks):
+    ranks(compiled_with_sizes, world_size=2, timeout=240)
 
 
 def test_gradients_have_the_strides_that_inductor_was_promised():

@@ -1,5 +1,6 @@
 """clip_loss: every pair against all other pairs of the global batch, in both directions."""
 
+import math
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, Literal
@@ -12,8 +13,9 @@ from unisono.collectives import Group, all_reduce, global_mean
 from unisono.collectives.checks import describe
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.logit_statistics import logit_statistics
-from unisono.contrastive.tiled.tiles import Logits, LogSumExp
-from unisono.contrastive.validate import is_integral, shared_scalar, validate_inputs
+from unisono.contrastive.tiled.softmax_mean import softmax_mean
+from unisono.contrastive.tiled.tiles import Logits, LogSumExp, Precision
+from unisono.contrastive.validate import as_scalar, is_integral, shared_scalar, validate_inputs
 
 GradReduce = Literal["mean", "sum"]
 SameId = Literal["positive", "masked"]
@@ -39,6 +41,7 @@ def clip_loss(
     exchange: Exchange = "auto",
     logits: Logits = "auto",
     grad_reduce: GradReduce = "mean",
+    precision: Precision = "exact",
     tile: int | None = None,
 ) -> Tensor:
     """Compute the softmax contrastive loss (InfoNCE, CLIP) of the global batch: the same value on every rank.
@@ -60,6 +63,9 @@ def clip_loss(
     exchange: "gather" brings the `y` of all ranks at once, "ring" one rank's `y` after the other; "auto" decides by memory.
     logits: "keep" holds the logits of this rank's rows for the backward, "recompute" computes them again tile by tile; "auto"
         keeps up to 128 MiB.
+    precision: how the backward rounds on accelerators. With 16-bit features, "exact" multiplies gradients of the logits of 16
+        bits and more, "fast" rounds them once to the dtype of the features, which saves half of the backward's matmuls. With
+        float32 features "fast" allows TF32 in the backward. Sums have 32 bits. On CPUs and with float64 both are the same.
     tile: the number of rows and columns of one tile of logits.
 
     Backward: gradients for x, y, negatives, scale and weights. They are those of the global loss after averaging over the
@@ -80,7 +86,7 @@ def clip_loss(
         problem = f"hardness={hardness!r} must not be negative"
     options: dict[str, object] = {"same_id": same_id, "label_smoothing": label_smoothing, "decoupled": decoupled}
     options |= {"hardness": hardness, "direction": direction, "exchange": exchange, "tile": tile}
-    options |= {"grad_reduce": grad_reduce, "logits": logits}
+    options |= {"grad_reduce": grad_reduce, "logits": logits, "precision": precision}
     inputs = validate_inputs(
         "clip_loss",
         x,
@@ -95,6 +101,10 @@ def clip_loss(
         problem=problem,
     )
     x, y, ids = inputs.x, inputs.y, inputs.ids
+    plain = inputs.paired and ids is None and weights is None and not (label_smoothing or decoupled or hardness)
+    if plain and inputs.sizes is not None and not torch.compiler.is_compiling():
+        plan = inputs.tile_plan(columns=direction == "both")
+        return softmax_mean(x, y, as_scalar(scale), plan, grad_reduce)
     scale = shared_scalar(scale, group)
 
     shared_target = ids is not None and same_id == "positive"  # rows with the same id share the target
@@ -118,8 +128,11 @@ def clip_loss(
         same_count = by_anchor[-1].detach() if ids is not None else 0.0  # candidates with the same id, without the partner
         rest = by_anchor[0]  # the log-sum-exp of the denominator, without the partner
         if hardness:
-            number = torch.as_tensor(count - 1 - same_count, dtype=rest.dtype, device=rest.device)
-            rest = torch.where(number > 0, number.log() + by_anchor[0] - by_anchor[1], -torch.inf)
+            number = count - 1 - same_count
+            if isinstance(number, Tensor):
+                rest = torch.where(number > 0, number.log() + by_anchor[0] - by_anchor[1], -torch.inf)
+            else:  # no tensor: copying a number to a GPU would make the host wait
+                rest = by_anchor[0] - by_anchor[1] + math.log(number) if number > 0 else torch.full_like(rest, -torch.inf)
         if hardness and shared_target and not decoupled:
             rest = _logaddexp(rest, by_anchor[2])
         target = (diagonal + by_anchor[-2]) / (same_count + 1) if shared_target else diagonal

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_gather
-from unisono.contrastive.tiled.columns import Exchange
+from unisono.contrastive.tiled.columns import Columns, Exchange, exchange_columns
 from unisono.contrastive.tiled.tiles import Span, TileIterator, TilePlan, fill_diagonals, spans
 from unisono.contrastive.validate import validate_inputs
 
@@ -94,7 +94,7 @@ def _positive_ranks(scorer: _Scorer, y: Tensor) -> Tensor:
                 scores.masked_fill_(~positive, -torch.inf)
                 floor_x[rows.slice] = torch.maximum(floor_x[rows.slice], scores.amax(1))
                 best[cols.slice] = torch.maximum(best[cols.slice], scores.amax(0))
-            columns.add(best, torch.maximum)
+            columns.add(best, lambda parts: parts.amax(0))
         floor_y = columns.total()
 
     ranks_x = x.new_ones(x.shape[0], dtype=torch.int64)
@@ -125,7 +125,19 @@ class _Scorer(TileIterator):
     """
 
     def __init__(self, x: Tensor, y: Tensor, ids: Tensor | None, plan: TilePlan) -> None:
-        super().__init__(x, y, torch.ones((), device="cpu"), None if ids is None else (ids, ids), plan)
+        super().__init__(x, torch.ones((), device="cpu"), ids, y.shape[0], plan)
+
+    def exchange_columns(self, *tensors: Tensor) -> Columns:
+        """Start to bring the `tensors` of all ranks, whose rows are columns of the scores."""
+        assert self.plan.sizes is not None
+        return exchange_columns(tensors, self.plan.exchange, self.plan.sizes, self.dtype.itemsize, self.plan.group)
+
+    def spans(self, y: Tensor) -> Iterator[tuple[Span, Span, Tensor]]:
+        """Yield (rows, columns, features of the columns) for each tile."""
+        for columns in spans(y.shape[0], self.shape[1]):
+            features = y[columns.slice].to(self.dtype)
+            for rows in self.row_spans():
+                yield rows, columns, features
 
     def slack(self, x: Tensor) -> Tensor:
         """One number per row; the slack of a score is the product of the numbers of its row and its column."""

@@ -10,7 +10,7 @@ from unisono.collectives.functional.reduce import scale_loss_gradient
 from unisono.contrastive.clip import GradReduce, SameId
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.sigmoid_sum import sigmoid_sum
-from unisono.contrastive.tiled.tiles import statistics_dtype
+from unisono.contrastive.tiled.tiles import Precision, statistics_dtype
 from unisono.contrastive.validate import number_error, shared_scalar, validate_inputs
 
 
@@ -27,6 +27,7 @@ def sigmoid_loss(
     sizes: Sequence[int] | None = None,
     exchange: Exchange = "auto",
     grad_reduce: GradReduce = "mean",
+    precision: Precision = "exact",
     tile: int | None = None,
 ) -> Tensor:
     """Compute the sigmoid loss (SigLIP, Zhai et al. 2023) of the global batch: the same value on every rank.
@@ -48,7 +49,7 @@ def sigmoid_loss(
         tensor(0.0201)
     """
     options: dict[str, object] = {"same_id": same_id, "exchange": exchange, "tile": tile, "grad_reduce": grad_reduce}
-    options["weights"] = weights is not None
+    options |= {"precision": precision, "weights": weights is not None}
     options["a gradient for bias"] = isinstance(bias, Tensor) and bias.requires_grad
     problem = number_error(bias, "bias")
     inputs = validate_inputs(

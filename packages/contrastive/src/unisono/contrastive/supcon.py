@@ -11,7 +11,7 @@ from unisono.collectives.checks import describe
 from unisono.contrastive.clip import GradReduce
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.logit_statistics import logit_statistics
-from unisono.contrastive.tiled.tiles import Logits
+from unisono.contrastive.tiled.tiles import Logits, Precision
 from unisono.contrastive.validate import shared_scalar, validate_inputs
 
 
@@ -26,6 +26,7 @@ def supcon_loss(
     exchange: Exchange = "auto",
     logits: Logits = "auto",
     grad_reduce: GradReduce = "mean",
+    precision: Precision = "exact",
     tile: int | None = None,
 ) -> Tensor:
     """Compute the supervised contrastive loss (Khosla et al. 2020, L_out) of the global batch.
@@ -64,7 +65,14 @@ def supcon_loss(
         weights=weights,
         sizes=sizes,
         group=group,
-        options={"exchange": exchange, "tile": tile, "grad_reduce": grad_reduce, "logits": logits, "views": views},
+        options={
+            "exchange": exchange,
+            "tile": tile,
+            "grad_reduce": grad_reduce,
+            "logits": logits,
+            "precision": precision,
+            "views": views,
+        },
         problem=problem,
         names=("temperature", "labels"),
     )

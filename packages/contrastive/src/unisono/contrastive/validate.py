@@ -18,6 +18,7 @@ _CHOICES = {
     "exchange": ("auto", "gather", "ring"),
     "grad_reduce": ("mean", "sum"),
     "logits": ("auto", "keep", "recompute"),
+    "precision": ("exact", "fast"),
     "same_id": ("positive", "masked"),
 }
 
@@ -35,7 +36,7 @@ class LossInputs(NamedTuple):
 
     def tile_plan(self, **fields: Any) -> TilePlan:
         """Return a TilePlan with these `fields`, over the ranks and with the options of this call."""
-        options = {name: self.options[name] for name in ("exchange", "tile", "logits") if name in self.options}
+        options = {name: self.options[name] for name in ("exchange", "tile", "logits", "precision") if name in self.options}
         return TilePlan(**{"sizes": self.sizes, "group": self.group, **options, **fields})
 
     def global_rows(self, features: Tensor) -> Tensor | float:
@@ -104,13 +105,19 @@ def validate_inputs(
     return LossInputs(x, columns, ids, known_sizes, paired, group, options)
 
 
+def as_scalar(value: Tensor | float) -> Tensor:
+    """Return a scale or bias as a scalar tensor."""
+    if isinstance(value, Tensor):
+        return value.reshape(())
+    # On the CPU wherever the features are, and whatever the default device is: no copy to wait for.
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
 def shared_scalar(value: Tensor | float, group: Group) -> Tensor:
     """Return a scale or bias as a scalar tensor whose gradient is the same on all ranks. Its value must be so, too."""
-    if not isinstance(value, Tensor):
-        # On the CPU wherever the features are, and whatever the default device is: no copy to wait for.
-        return torch.tensor(value, dtype=torch.float64, device="cpu")
-    value = value.reshape(()).to(statistics_dtype(value.device))  # before any multiplication, because it may have 16 bits
-    return average_gradient(value, group=group) if value.requires_grad else value
+    scalar = as_scalar(value)
+    scalar = scalar.to(statistics_dtype(scalar.device))  # before any multiplication, because it may have 16 bits
+    return average_gradient(scalar, group=group) if scalar.requires_grad else scalar
 
 
 def number_error(value: object, name: str) -> str:

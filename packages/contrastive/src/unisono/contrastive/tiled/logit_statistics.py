@@ -1,12 +1,13 @@
 """logit_statistics: log-sum-exps of the logits by row and by column over all ranks, computed in tiles, differentiable.
 
 clip_loss, ntxent_loss and supcon_loss are a few lines of plain torch on these vectors. A rank computes the logits of its own
-rows only. Statistics of a row stay on the rank; those of a column are combined on the rank that owns the column. The backward
-computes the tiles again, unless they were small enough to keep. Second derivatives hold all logits of the rank's rows at once.
+rows only. Statistics of a row stay on the rank; those of a column are combined on the rank that owns the column. This file
+communicates; block_kernels.py has the arithmetic of a block of columns. The backward computes the logits again, unless they
+were small enough to keep. Second derivatives hold all logits of the rank's rows at once.
 """
 
-import math
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -16,20 +17,21 @@ from torch._library.effects import EffectType
 from unisono.collectives import all_gather, all_to_all_single
 from unisono.collectives.groups import GroupRanks, as_group, resolve_group
 from unisono.collectives.sizes import all_gather_metadata, metadata_lengths
-from unisono.contrastive.tiled.columns import Columns, Combine, GatheredColumns
+from unisono.contrastive.tiled.block_kernels import LOG2E, BlockKernels, LogsAndGrads, block_kernels
+from unisono.contrastive.tiled.columns import Columns, Combine, GatheredColumns, exchange_columns
 from unisono.contrastive.tiled.tiles import (
+    ColumnBlock,
     Ids,
     LogSumExp,
-    TileIterator,
     TilePlan,
     all_logits,
+    log_sum_exp2,
+    select,
+    spans,
     statistics_dtype,
-    tile_gradient,
-    tile_log_sums,
+    tile_shape,
     without_autocast,
 )
-
-LOG2E = math.log2(math.e)
 
 
 class LogitStatistics(NamedTuple):
@@ -42,7 +44,7 @@ class SavedForBackward(NamedTuple):
     """What the forward keeps for the backward in addition to its results, if memory allows."""
 
     columns: list[Tensor]  # of all ranks, if they were gathered
-    logits: list[Tensor]  # one tensor per tile
+    logits: list[list[Tensor]]  # of each block
 
 
 def logit_statistics(x: Tensor, y: Tensor, scale: Tensor, ids: Ids, plan: TilePlan) -> LogitStatistics:
@@ -63,48 +65,37 @@ def forward(
     x: Tensor, y: Tensor, scale: Tensor, ids: Ids, plan: TilePlan, keep: bool = False
 ) -> tuple[LogitStatistics, SavedForBackward]:
     """Return the statistics and, if `keep`, what the backward can use again."""
-    wide = statistics_dtype(x.device)
+    in_bits, saved = forward_in_bits(x, y, scale, ids, plan, keep)
+    for part in in_bits:
+        (part if part.ndim == 1 else part[: len(plan.log_sum_exps) + plan.same_id_sums]).div_(LOG2E)  # a number has no unit
+    return in_bits, saved
+
+
+@without_autocast
+def forward_in_bits(
+    x: Tensor, y: Tensor, scale: Tensor, ids: Ids, plan: TilePlan, keep: bool
+) -> tuple[LogitStatistics, SavedForBackward]:
+    """The same, but all logits are multiplied by log2(e)."""
+    assert plan.sizes is not None
     entries = len(plan.log_sum_exps)
-    tiles = TileIterator(x, y, scale * LOG2E, ids, plan)
-    columns = tiles.exchange_columns(y, *(ids[1:] if ids else ()))
-    keep_logits = keep and plan.keeps_logits(x.shape[0] * sum(tiles.sizes), tiles.dtype.itemsize)
-    kept: list[Tensor] | None = [] if keep_logits else None
-
-    def initial_statistics(count: int) -> Tensor:
-        result = x.new_full((count, plan.width), -torch.inf, dtype=wide)
-        result[:, entries:] = 0
-        return result
-
-    by_row = initial_statistics(x.shape[0])
-    overwrite = entries == 1 and not plan.same_id_sums and not keep_logits
+    kernels = block_kernels(x, scale, ids[0] if ids else None, y.shape[0], plan)
+    columns = _exchange([y, *(ids[1:] if ids else ())], plan, kernels)
+    keep_logits = keep and plan.keeps_logits(x.shape[0] * sum(plan.sizes), kernels.dtype.itemsize)
+    by_row: Tensor | None = None
+    diagonal = x.new_empty(0, dtype=statistics_dtype(x.device))
+    kept: list[list[Tensor]] = []
     for own_start, (all_y, *all_ids) in columns:
-        by_column = initial_statistics(all_y.shape[0])
-        bound = tiles.logit_bound(all_y)
-        for rows, cols, _, logits, same in tiles.iterate(all_y, all_ids[0] if all_ids else None, own_start, keep=kept):
-            for k, entry in enumerate(plan.log_sum_exps):
-                selected = _select(logits, entry, same)
-                row, column = tile_log_sums(selected, plan.columns, tiles.scratch, bound * entry.factor, overwrite)
-                by_row[rows.slice, k] = torch.logaddexp2(by_row[rows.slice, k], row)
-                if column is not None:
-                    by_column[cols.slice, k] = torch.logaddexp2(by_column[cols.slice, k], column)
-            if plan.same_id_sums and same is not None:
-                selected = torch.where(same, logits, 0.0)
-                by_row[rows.slice, entries] += selected.sum(1, dtype=wide)
-                by_row[rows.slice, entries + 1] += same.sum(1)
-                if plan.columns:
-                    by_column[cols.slice, entries] += selected.sum(0, dtype=wide)
-                    by_column[cols.slice, entries + 1] += same.sum(0)
-        if plan.columns:
-            columns.add(by_column, _combine_columns(entries))
-    own_columns = columns.total() if plan.columns else by_row.new_empty((0, plan.width))
-    by_row[:, : entries + plan.same_id_sums] /= LOG2E
-    own_columns[:, : entries + plan.same_id_sums] /= LOG2E
-    diagonal = by_row.new_empty(0)
-    if plan.diagonal:
-        diagonal = tiles.diagonal_products(y) * (tiles.factor / LOG2E)
-    result = LogitStatistics(by_row.T.contiguous(), own_columns.T.contiguous(), diagonal)
+        found = kernels.statistics(ColumnBlock(all_y, all_ids[0] if all_ids else None, own_start), keep=keep_logits)
+        by_row = found.rows if by_row is None else _combine(torch.stack([by_row, found.rows]), entries)
+        if found.diagonal is not None:
+            diagonal = found.diagonal
+        if found.columns is not None:
+            columns.add(found.columns.T.contiguous(), _combine_columns(entries))
+        kept.append(found.kept)
+    assert by_row is not None
+    own_columns = columns.total().T.contiguous() if plan.columns else by_row.new_empty((plan.width, 0))
     gathered = columns.tensors if keep and isinstance(columns, GatheredColumns) else []
-    return result, SavedForBackward(gathered, kept or [])
+    return LogitStatistics(by_row, own_columns, diagonal), SavedForBackward(gathered, kept if keep_logits else [])
 
 
 @without_autocast
@@ -120,83 +111,97 @@ def backward(
     wants_y: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the gradients of x, y and scale. `wants_y` must be the same on all ranks."""
-    entries = len(plan.log_sum_exps)
-    tiles = TileIterator(x, y, scale * LOG2E, ids, plan)
-    row_logs = (statistics.rows * LOG2E).T
-    row_grads = grads.rows.T
-    column_logs_and_grads = [torch.cat([statistics.columns * LOG2E, grads.columns]).T.contiguous()] if plan.columns else []
-    if saved.columns:
-        columns: Columns = GatheredColumns(column_logs_and_grads, tiles.sizes, plan.group, gathered=saved.columns)
-    else:
-        columns = tiles.exchange_columns(y, *(ids[1:] if ids else ()), *column_logs_and_grads)
-    kept = iter(saved.logits) if saved.logits else None
-    overwrite = entries == 1 and kept is None
+    in_bits = LogitStatistics(*(part * LOG2E for part in statistics))
+    dx, dy = gradients_without_scale(x, y, scale, ids, plan, in_bits, grads, saved, wants_y)
+    dscale = sum_of_products(x, dx)
+    return multiply_to(dx, scale, x.dtype), None if dy is None else multiply_to(dy, scale, y.dtype), dscale
 
-    dx = x.new_zeros(x.shape, dtype=tiles.dtype)
-    for own_start, (all_y, *others) in columns:
-        dy = tiles.empty_column_gradient(all_y) if wants_y else None
-        logs_and_grads = others[-1] if plan.columns else None
-        bound = tiles.logit_bound(all_y)
-        for rows, cols, features, logits, same in tiles.iterate(all_y, others[0] if ids else None, own_start, kept=kept):
-            slope = None  # the gradient of this tile of logits
-            for k, entry in enumerate(plan.log_sum_exps):
-                part = tile_gradient(
-                    _select(logits, entry, same),
-                    row_logs[rows.slice, k],
-                    row_grads[rows.slice, k] * entry.factor,
-                    None if logs_and_grads is None else logs_and_grads[cols.slice, k],
-                    None if logs_and_grads is None else logs_and_grads[cols.slice, plan.width + k] * entry.factor,
-                    tiles.scratch,
-                    bound * entry.factor,
-                    overwrite,
-                )
-                if slope is None:
-                    slope = part if entries == 1 else part.clone()
-                else:
-                    slope.add_(part)
-            if plan.same_id_sums and same is not None:
-                linear = row_grads[rows.slice, entries].unsqueeze(1).to(tiles.dtype)
-                if logs_and_grads is not None:
-                    linear = linear + logs_and_grads[cols.slice, plan.width + entries].to(tiles.dtype)
-                linear = linear * same
-                slope = linear if slope is None else slope.add_(linear)
-            assert slope is not None
-            dx[rows.slice].addmm_(slope, features)
-            if dy is not None:
-                dy[cols.slice].addmm_(slope.T, x[rows.slice].to(tiles.dtype), beta=min(rows.start, 1))
-        if own_start is not None and plan.diagonal:
-            tiles.add_diagonal_gradient(dx, dy, y, grads.diagonal, own_start)
+
+@without_autocast
+def gradients_without_scale(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    ids: Ids,
+    plan: TilePlan,
+    in_bits: LogitStatistics,
+    grads: LogitStatistics,
+    saved: SavedForBackward,
+    wants_y: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x and y, which are to be multiplied by the scale, in the dtype of the logits.
+
+    `in_bits`: the statistics in bits; `grads`: the gradients for those that are not.
+    """
+    assert plan.sizes is not None
+    kernels = block_kernels(x, scale, ids[0] if ids else None, y.shape[0], plan)
+    column_logs_and_grads = []
+    if plan.columns:
+        packed = torch.cat([in_bits.columns.T, grads.columns.T], 1)
+        column_logs_and_grads = [packed.to(kernels.vector_dtype)]
+    if saved.columns:
+        columns: Columns = GatheredColumns(column_logs_and_grads, plan.sizes, plan.group, gathered=saved.columns)
+    else:
+        columns = _exchange([y, *(ids[1:] if ids else ()), *column_logs_and_grads], plan, kernels)
+    kept = iter(saved.logits)
+    dx = x.new_empty(x.shape, dtype=kernels.dtype)
+    for number, (own_start, (all_y, *others)) in enumerate(columns):
+        dy = all_y.new_empty(all_y.shape, dtype=kernels.dtype) if wants_y else None
+        kernels.gradients(
+            ColumnBlock(all_y, others[0] if ids else None, own_start),
+            LogsAndGrads(in_bits.rows, grads.rows),
+            LogsAndGrads(*others[-1].T.split(plan.width)) if plan.columns else None,
+            grads.diagonal if plan.diagonal and own_start is not None else None,
+            kept=next(kept, ()),
+            dx=dx,
+            accumulate=number > 0,
+            dy=dy,
+        )
         if dy is not None:
             columns.add(dy)
-    dscale = tiles.factor_gradient(dx) / scale / LOG2E
-    dx = dx.div_(LOG2E).to(x.dtype)
-    return dx, columns.total().mul_(scale).to(y.dtype) if wants_y else None, dscale
+    return dx, columns.total() if wants_y else None
 
 
-def _select(logits: Tensor, entry: LogSumExp, same: Tensor | None) -> Tensor:
-    """Return the logits of one log-sum-exp, times its factor; pairs that it does not include are -inf."""
-    if entry.factor != 1:
-        logits = logits * entry.factor
-    if same is None or entry.where == "all":
-        return logits
-    return logits.masked_fill(same if entry.where == "other" else ~same, -torch.inf)
+def multiply_to(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * factor as `dtype`, in one kernel. `x` may be overwritten."""
+    out = x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
+    return torch.mul(x, factor, out=out)
+
+
+def sum_of_products(x: Tensor, dx: Tensor) -> Tensor:
+    """The sum over all logits of slope times dot product, which equals the sum of x * dx: the gradient of the scale."""
+    wide = statistics_dtype(x.device)
+    step = tile_shape(None, x.device)[0] if x.device.type == "cpu" else max(x.shape[0], 1)
+    parts = [(x[part.slice] * dx[part.slice]).sum(1).sum(dtype=wide) for part in spans(x.shape[0], step)]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack(parts).sum() if parts else x.new_zeros((), dtype=wide)
+
+
+def _exchange(tensors: Sequence[Tensor], plan: TilePlan, kernels: BlockKernels) -> Columns:
+    assert plan.sizes is not None
+    return exchange_columns(tensors, plan.exchange, plan.sizes, kernels.dtype.itemsize, plan.group)
+
+
+def _combine(parts: Tensor, entries: int) -> Tensor:
+    """Join statistics, (parts, statistics, n): log-sum-exps first, then sums."""
+    if entries == parts.shape[1]:
+        return log_sum_exp2(parts)
+    return torch.cat([log_sum_exp2(parts[:, :entries]), parts[:, entries:].sum(0)])
 
 
 def _combine_columns(entries: int) -> Combine:
-    """Join the statistics of a column from two ranks: log-sum-exps first, then sums."""
-
-    def combine(a: Tensor, b: Tensor) -> Tensor:
-        return torch.cat([torch.logaddexp2(a[:, :entries], b[:, :entries]), a[:, entries:] + b[:, entries:]], 1)
-
-    return combine
+    """Join the statistics of columns from several ranks, (ranks, n, statistics)."""
+    return lambda parts: _combine(parts.transpose(1, 2), entries).T
 
 
 class _LogitStatisticsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, ids: Ids, plan: TilePlan) -> LogitStatistics:
         result, saved = forward(x, y, scale, ids, plan, keep=any(ctx.needs_input_grad[:3]))
-        ctx.save_for_backward(x, y, scale, *result, *(ids or ()), *saved.columns, *saved.logits)
+        ctx.save_for_backward(x, y, scale, *result, *(ids or ()), *saved.columns, *chain.from_iterable(saved.logits))
         ctx.saved_columns = len(saved.columns)
+        ctx.kept = [len(tensors) for tensors in saved.logits]
         ctx.plan = plan
         return result
 
@@ -212,24 +217,25 @@ class _LogitStatisticsFunction(torch.autograd.Function):
         grads = LogitStatistics(*output_grads)
         if torch.is_grad_enabled():  # create_graph=True: this backward will be differentiated itself
             views = [t.view_as(t) for t in (x, y, scale)]  # x and y may be one tensor; each needs a gradient of its own
-            results = _statistics_of_all_logits(views[0], views[1], views[2], ids, plan)
+            results = statistics_of_all_logits(views[0], views[1], views[2], ids, plan)
             known = [(result, grad) for result, grad in zip(results, grads, strict=True) if result.requires_grad]
             outputs, known_grads = zip(*known, strict=True)
             wanted = [t for t, needed in zip(views, wants, strict=True) if needed]
             found = iter(torch.autograd.grad(outputs, wanted, known_grads, create_graph=True, materialize_grads=True))
             return *(next(found) if needed else None for needed in wants), *(None,) * 2
-        saved = SavedForBackward(rest[: ctx.saved_columns], rest[ctx.saved_columns :])
+        kept = iter(rest[ctx.saved_columns :])
+        saved = SavedForBackward(rest[: ctx.saved_columns], [list(islice(kept, count)) for count in ctx.kept])
 
         def gradients(*grads: Tensor) -> tuple[Tensor | None, ...]:
             dx, dy, dscale = backward(x, y, scale, ids, plan, statistics, LogitStatistics(*grads), saved, wants_y=wants[1])
             return dx, dy, dscale.to(scale.dtype)
 
         if any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):
-            return *_one_by_one(gradients, grads), *(None,) * 2
+            return *one_by_one(gradients, grads), *(None,) * 2
         return *gradients(*grads), *(None,) * 2
 
 
-def _one_by_one(function: Callable[..., tuple[Tensor | None, ...]], grads: Sequence[Tensor]) -> list[Tensor | None]:
+def one_by_one(function: Callable[..., tuple[Tensor | None, ...]], grads: Sequence[Tensor]) -> list[Tensor | None]:
     """Call `function` for each of a batch of gradients, which jacobian(vectorize=True) sends through one backward."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
@@ -241,7 +247,7 @@ def _one_by_one(function: Callable[..., tuple[Tensor | None, ...]], grads: Seque
 
 
 @without_autocast
-def _statistics_of_all_logits(x: Tensor, y: Tensor, scale: Tensor, ids: Ids, plan: TilePlan) -> LogitStatistics:
+def statistics_of_all_logits(x: Tensor, y: Tensor, scale: Tensor, ids: Ids, plan: TilePlan) -> LogitStatistics:
     """Compute the same statistics by plain torch, with all logits of this rank's rows at once: differentiable to any order."""
     logits, takes_part = all_logits(x, y, scale, plan)
     same = torch.zeros_like(takes_part)
@@ -255,7 +261,7 @@ def _statistics_of_all_logits(x: Tensor, y: Tensor, scale: Tensor, ids: Ids, pla
         return received.view(len(own), -1)
 
     for entry in plan.log_sum_exps:
-        selected = _select(logits.masked_fill(~takes_part, -torch.inf), entry, same)
+        selected = select(logits.masked_fill(~takes_part, -torch.inf), entry, same)
         by_row.append(_log_sum_exp(selected, 1))
         if plan.columns:
             by_column.append(_log_sum_exp(partials_of_all_ranks(_log_sum_exp(selected, 0)), 0))
@@ -282,7 +288,8 @@ def _log_sum_exp(x: Tensor, dim: int) -> Tensor:
 
 
 # Under torch.compile the forward is one opaque op and the backward another: the compiler must not unroll their loops over
-# tiles and ranks. Nothing is kept between the two, because sizes are not known when the graph is made.
+# tiles and ranks. Nothing is kept between the two, because sizes may not be known when the graph is made: then the forward
+# returns them on the CPU. If they are given, no tensor is on the CPU, so that the graph can be captured as a CUDA graph.
 @torch.library.custom_op("unisono_contrastive::logit_statistics", mutates_args=())
 def _forward_op(
     x: Tensor,
@@ -298,11 +305,12 @@ def _forward_op(
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ranks = GroupRanks(group, rank, size)
-    if not sizes:
-        sizes = metadata_lengths(all_gather_metadata("logit_statistics", y, 0, ranks, same=encoded_plan))
+    given = tuple(sizes)
+    sizes = given or metadata_lengths(all_gather_metadata("logit_statistics", y, 0, ranks, same=encoded_plan))
     plan = _decode(encoded_plan, excluded_diagonals, sizes, ranks)
     result, _ = forward(x, y, scale, _join(row_ids, column_ids), plan)
-    return *result, torch.tensor(sizes, device="cpu")
+    exchanged = x.new_empty(0, dtype=torch.int64) if given else torch.tensor(sizes, device="cpu")
+    return *result, exchanged
 
 
 @_forward_op.register_fake
@@ -316,8 +324,9 @@ def _(
 
     columns = empty(plan.width, y.shape[0] if plan.columns else 0)
     diagonal = empty(x.shape[0] if plan.diagonal else 0)
-    sizes = torch.empty(rest[-1], dtype=torch.int64, device="cpu")
-    return empty(plan.width, x.shape[0]), columns, diagonal, sizes
+    sizes, *_, ranks = rest
+    exchanged = x.new_empty(0, dtype=torch.int64) if sizes else torch.empty(ranks, dtype=torch.int64, device="cpu")
+    return empty(plan.width, x.shape[0]), columns, diagonal, exchanged
 
 
 @torch.library.custom_op("unisono_contrastive::logit_statistics_backward", mutates_args=())
@@ -329,14 +338,16 @@ def _backward_op(
     column_ids: Tensor | None,
     statistics: Sequence[Tensor],
     grads: Sequence[Tensor],
-    sizes: Tensor,
+    exchanged_sizes: Tensor,
     encoded_plan: str,
     excluded_diagonals: Sequence[int],
+    sizes: Sequence[int],
     group: str,
     rank: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    plan = _decode(encoded_plan, excluded_diagonals, sizes.tolist(), GroupRanks(group, rank, size))
+    sizes = sizes or exchanged_sizes.tolist()
+    plan = _decode(encoded_plan, excluded_diagonals, sizes, GroupRanks(group, rank, size))
     both = LogitStatistics(*statistics), LogitStatistics(*grads)
     dx, dy, dscale = backward(x, y, scale, _join(row_ids, column_ids), plan, *both, SavedForBackward([], []))
     assert dy is not None
@@ -349,15 +360,15 @@ def _(x: Tensor, y: Tensor, scale: Tensor, *_: object) -> tuple[Tensor, Tensor, 
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, y, scale, row_ids, column_ids, encoded_plan, excluded_diagonals, _, *ranks = inputs
+    x, y, scale, row_ids, column_ids, *arguments = inputs
     ctx.save_for_backward(x, y, scale, row_ids, column_ids, *output)
-    ctx.arguments = encoded_plan, excluded_diagonals, *ranks
+    ctx.arguments = arguments
 
 
 def _compiled_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    x, y, scale, row_ids, column_ids, *statistics, sizes = ctx.saved_tensors
+    x, y, scale, row_ids, column_ids, *statistics, exchanged_sizes = ctx.saved_tensors
     known = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(statistics, grads, strict=False)]
-    results = _backward_op(x, y, scale, row_ids, column_ids, statistics, known, sizes, *ctx.arguments)
+    results = _backward_op(x, y, scale, row_ids, column_ids, statistics, known, exchanged_sizes, *ctx.arguments)
     return *results, *(None,) * 8
 
 
@@ -373,11 +384,12 @@ def _join(row_ids: Tensor | None, column_ids: Tensor | None) -> Ids:
 def _encode(plan: TilePlan) -> str:
     """All but `excluded_diagonals` and `sizes`, which may not be known when the graph is made, and the group."""
     entries = ";".join(f"{entry.factor!r},{entry.where}" for entry in plan.log_sum_exps)
-    return f"{entries}|{int(plan.columns)}|{int(plan.same_id_sums)}|{int(plan.diagonal)}|{plan.exchange}|{plan.tile or 0}"
+    flags = f"{int(plan.columns)}|{int(plan.same_id_sums)}|{int(plan.diagonal)}"
+    return f"{entries}|{flags}|{plan.exchange}|{plan.tile or 0}|{plan.precision}"
 
 
 def _decode(text: str, excluded_diagonals: Sequence[int], sizes: Sequence[int], ranks: GroupRanks | None) -> TilePlan:
-    entries, columns, same_id_sums, diagonal, exchange, tile = text.split("|")
+    entries, columns, same_id_sums, diagonal, exchange, tile, precision = text.split("|")
     return TilePlan(
         tuple(LogSumExp(float(f), w) for f, w in (entry.split(",") for entry in entries.split(";"))),  # type: ignore[arg-type]
         tuple(excluded_diagonals),
@@ -386,6 +398,7 @@ def _decode(text: str, excluded_diagonals: Sequence[int], sizes: Sequence[int], 
         diagonal=diagonal == "1",
         exchange=exchange,  # type: ignore[arg-type]
         tile=int(tile) or None,
+        precision=precision,  # type: ignore[arg-type]
         sizes=tuple(sizes),
         group=None if ranks is None else as_group(ranks),
     )

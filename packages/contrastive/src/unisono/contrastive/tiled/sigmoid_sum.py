@@ -16,7 +16,10 @@ from torch.nn.functional import logsigmoid
 from unisono.collectives import all_gather
 from unisono.collectives.groups import GroupRanks, as_group, resolve_group
 from unisono.collectives.sizes import all_gather_metadata, metadata_lengths
-from unisono.contrastive.tiled.tiles import TileIterator, TilePlan, all_logits, statistics_dtype, without_autocast
+from unisono.contrastive.tiled.block_kernels import SigmoidBlock, block_kernels
+from unisono.contrastive.tiled.columns import exchange_columns
+from unisono.contrastive.tiled.logit_statistics import sum_of_products
+from unisono.contrastive.tiled.tiles import ColumnBlock, TilePlan, all_logits, statistics_dtype, without_autocast
 
 
 class SumAndGradients(NamedTuple):
@@ -47,7 +50,7 @@ def sigmoid_sum(
     Backward: right if the incoming gradient is the same on all ranks, as it is after an all_reduce of the result.
     """
     if torch.compiler.is_compiling():
-        options = torch.is_grad_enabled(), plan.exchange, plan.tile or 0, plan.sizes or ()
+        options = torch.is_grad_enabled(), plan.exchange, plan.tile or 0, plan.precision, plan.sizes or ()
         compiled_total: Tensor = _op(x, y, scale, bias, weights, ids, masked, *options, *resolve_group(plan.group))[0]
         return compiled_total
     total: Tensor = _SigmoidSum.apply(x, y, scale, bias, weights, ids, masked, plan)
@@ -90,67 +93,46 @@ def compute(
     needs_grad: bool,
 ) -> SumAndGradients:
     """Compute the sum and, if `needs_grad`, its gradients; otherwise these are empty."""
+    assert plan.sizes is not None
     wide = statistics_dtype(x.device)
-    tiles = TileIterator(x, y, scale, None if ids is None else (ids, ids), plan, tiles_at_once=2)
-    minus_bias = -bias.to(wide)
+    kernels = block_kernels(x, scale, ids, y.shape[0], plan)
     column_weights = [] if weights is None else [weights.to(wide)]
-    column_ids = [] if ids is None else [ids]
-    columns = tiles.exchange_columns(y, *column_weights, *column_ids)
-    total = x.new_zeros((), dtype=wide)
-    dbias = x.new_zeros((), dtype=wide)
-    dx = x.new_zeros(x.shape if needs_grad else (0, 0), dtype=tiles.dtype)
-    loss_by_row = x.new_zeros(0 if weights is None else x.shape[0], dtype=wide)
+    tensors = [y, *column_weights, *([] if ids is None else [ids])]
+    columns = exchange_columns(tensors, plan.exchange, plan.sizes, kernels.dtype.itemsize, plan.group)
+    dx = x.new_empty(x.shape, dtype=kernels.dtype) if needs_grad else None
+    blocks: list[SigmoidBlock] = []
     for own_start, (all_y, *others) in columns:
         # One tensor returns to the owner of the columns: the gradient of y and, in a last column, that of the weights.
-        width = all_y.shape[1]
-        home = x.new_zeros((all_y.shape[0], width + len(column_weights)) if needs_grad else (0, 0), dtype=tiles.dtype)
-        dy = home[:, :width]
-        for rows, cols, features, logits, same in tiles.iterate(all_y, others[-1] if ids is not None else None, own_start):
-            minus = torch.sub(minus_bias, logits, out=tiles.scratch.buffer("minus", logits.shape))
-            if same is not None:
-                minus = minus.masked_fill_(same, torch.inf) if masked else torch.where(same, -minus, minus)
-            losses = logsigmoid(minus).neg_()
-            row_sums = losses.sum(1).to(wide)
-            if weights is None:
-                total += row_sums.sum()
-            else:
-                column_sums = losses.sum(0)
-                total += (row_sums @ weights[rows.slice].to(wide) + column_sums.to(wide) @ others[0][cols.slice].to(wide)) / 2
-            if not needs_grad:
-                continue
-            slope = minus.neg_().sigmoid_()
-            if same is not None and not masked:
-                slope = torch.where(same, -slope, slope)
-            if weights is not None:
-                loss_by_row[rows.slice] += row_sums
-                home[cols.slice, -1] += column_sums
-                slope *= (weights[rows.slice].unsqueeze(1) + others[0][cols.slice]).to(tiles.dtype) / 2
-            dbias += slope.sum()
-            dx[rows.slice].addmm_(slope, features)
-            dy[cols.slice].addmm_(slope.T, x[rows.slice].to(tiles.dtype))
-        if own_start is not None:
-            logits = tiles.diagonal_products(y) * tiles.factor - minus_bias
-            losses = logsigmoid(logits).neg_()
-            slope = logits.neg_().sigmoid_().neg_()
-            if weights is not None:
-                if needs_grad:
-                    loss_by_row += losses
-                    home[own_start : own_start + x.shape[0], -1] += losses.to(tiles.dtype)
-                losses = losses * weights
-                slope = slope * weights
-            total += losses.sum()
-            if needs_grad:
-                dbias += slope.sum()
-                tiles.add_diagonal_gradient(dx, dy, y, slope, own_start)
+        rows, width = all_y.shape
+        home = x.new_empty((rows, width + len(column_weights)) if needs_grad else (0, 0), dtype=kernels.dtype)
+        found = kernels.sigmoid(
+            ColumnBlock(all_y, None if ids is None else others[-1], own_start),
+            bias,
+            (column_weights[0], others[0]) if column_weights else None,
+            masked=masked,
+            dx=dx,
+            accumulate=bool(blocks),
+            dy=home[:, :width] if needs_grad else None,
+        )
         if needs_grad:
+            if found.column_losses is not None:
+                home[:, -1] = found.column_losses
             columns.add(home)
-    if not needs_grad:
+        blocks.append(found._replace(column_losses=None))
+    total = _sum([block.total for block in blocks])
+    if dx is None:
         return SumAndGradients(total, *(x.new_empty(0) for _ in range(5)))
-    dscale = tiles.factor_gradient(dx) / scale
     home = columns.total()
-    dweights = x.new_empty(0) if weights is None else (loss_by_row + home[:, -1]) / 2
+    dscale = sum_of_products(x, dx)
+    dbias = _sum([block.dbias for block in blocks])
+    dweights = x.new_empty(0) if weights is None else (_sum([block.row_losses for block in blocks]) + home[:, -1]) / 2
     dy = home[:, : y.shape[1]].mul_(scale).contiguous()
-    return SumAndGradients(total, dx, dy, dscale, dbias, dweights)
+    return SumAndGradients(total, dx.mul_(scale), dy, dscale, dbias, dweights)
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor:
+    known = [part for part in parts if part is not None]
+    return known[0] if len(known) == 1 else torch.stack(known).sum(0)
 
 
 def _sum_of_all_logits(
@@ -191,6 +173,7 @@ def _op(
     needs_grad: bool,
     exchange: str,
     tile: int,
+    precision: str,
     sizes: Sequence[int],
     group: str,
     rank: int,
@@ -203,6 +186,7 @@ def _op(
         same_id_sums=ids is not None,
         exchange=exchange,  # type: ignore[arg-type]
         tile=tile or None,
+        precision=precision,  # type: ignore[arg-type]
         sizes=tuple(sizes),
         group=as_group(ranks),
     )
@@ -237,7 +221,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _compiled_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-    return *(None if dtype is None else (d * grad).to(dtype) for d, dtype in found), *(None,) * 9
+    return *(None if dtype is None else (d * grad).to(dtype) for d, dtype in found), *(None,) * 10
 
 
 _op.register_autograd(_compiled_backward, setup_context=_setup_context)

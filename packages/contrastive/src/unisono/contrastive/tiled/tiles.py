@@ -19,13 +19,16 @@ from torch import Tensor
 
 from unisono.collectives import Group, all_gather
 from unisono.collectives.groups import resolve_group
-from unisono.contrastive.tiled.columns import Columns, Exchange, exchange_columns
+from unisono.contrastive.tiled.columns import Exchange
 
 Logits = Literal["auto", "keep", "recompute"]
+Precision = Literal["exact", "fast"]
 Ids = tuple[Tensor, Tensor] | None  # of this rank's rows, and of its columns
 
 # logits="auto" keeps up to this much for the backward instead of computing it again, which saves a quarter of the work.
 KEEP_BYTES = 128 * 2**20
+
+_LARGEST = 3.0e38  # a finite float32
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -47,6 +50,11 @@ def statistics_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def logits_dtype(features: torch.dtype) -> torch.dtype:
+    """Features of 16 bits have logits and sums of gradients of 32."""
+    return torch.promote_types(features, torch.float32)
+
+
 class LogSumExp(NamedTuple):
     """The log-sum-exp of `factor` * logits over all pairs, or over those whose ids are the same, or differ ("other")."""
 
@@ -66,6 +74,7 @@ class TilePlan:
     exchange: Exchange = "auto"
     tile: int | None = None
     logits: Logits = "auto"
+    precision: Precision = "exact"  # how the backward rounds on accelerators
     sizes: tuple[int, ...] | None = None  # each rank's number of columns; None if a compiled graph has to exchange them
     group: Group = None
 
@@ -93,6 +102,14 @@ class Span(NamedTuple):
         return slice(self.start, self.stop)
 
 
+class ColumnBlock(NamedTuple):
+    """Some columns of the logits: those of one rank, or of all ranks in rank order."""
+
+    y: Tensor  # (columns, width), contiguous, in the dtype of x
+    ids: Tensor | None  # (columns,) int64; None if the plan needs none
+    own_start: int | None  # where this rank's own columns start in the block; None if it has none of them
+
+
 def spans(length: int, step: int) -> Iterator[Span]:
     for start in range(0, length, step):
         yield Span(start, min(start + step, length))
@@ -118,6 +135,21 @@ def fill_diagonals(tile: Tensor, rows: Span, columns: Span, own: Span, diagonals
             part.diagonal(offset).fill_(value)
 
 
+def select(logits: Tensor, entry: LogSumExp, same: Tensor | None) -> Tensor:
+    """Return the logits of one log-sum-exp, times its factor; pairs that it does not include are -inf."""
+    if entry.factor != 1:
+        logits = logits * entry.factor
+    if same is None or entry.where == "all":
+        return logits
+    return logits.masked_fill(same if entry.where == "other" else ~same, -torch.inf)
+
+
+def log_sum_exp2(x: Tensor) -> Tensor:
+    """log2 of the sum of 2**x over the first dimension; -inf where all are."""
+    top = x.amax(0).clamp_(min=-_LARGEST)
+    return (x - top).exp2_().sum(0).log2_().add_(top)
+
+
 class Scratch:
     """Memory for tiles, allocated once for all tiles of a pass."""
 
@@ -141,28 +173,17 @@ class TileIterator:
     `factor` multiplies the features of the columns rather than those of the rows, because each column is read only once.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, factor: Tensor, ids: Ids, plan: TilePlan, tiles_at_once: int = 1) -> None:
-        assert plan.sizes is not None
+    def __init__(
+        self, x: Tensor, factor: Tensor, row_ids: Tensor | None, own_columns: int, plan: TilePlan, tiles_at_once: int = 1
+    ) -> None:
         self.x = x
         self.plan = plan
-        self.sizes = plan.sizes
-        self.row_ids = ids[0] if ids else None
-        self.own_columns = y.shape[0]
-        self.dtype = torch.promote_types(x.dtype, torch.float32)  # 16-bit features have 32-bit logits
+        self.row_ids = row_ids
+        self.own_columns = own_columns
+        self.dtype = logits_dtype(x.dtype)
         self.factor = factor.to(statistics_dtype(x.device))
         self.shape = tile_shape(plan.tile, x.device, tiles_at_once)
         self.scratch = Scratch(x, self.dtype)
-
-    def exchange_columns(self, *tensors: Tensor) -> Columns:
-        """Start to bring the `tensors` of all ranks, whose rows are columns of the logits."""
-        return exchange_columns(tensors, self.plan.exchange, self.sizes, self.dtype.itemsize, self.plan.group)
-
-    def spans(self, y: Tensor) -> Iterator[tuple[Span, Span, Tensor]]:
-        """Yield (rows, columns, features of the columns times `factor`) for each tile."""
-        for columns in spans(y.shape[0], self.shape[1]):
-            features = y[columns.slice].to(self.dtype) * self.factor
-            for rows in self.row_spans():
-                yield rows, columns, features
 
     def row_spans(self) -> Iterator[Span]:
         return spans(self.x.shape[0], self.shape[0])
@@ -174,36 +195,37 @@ class TileIterator:
         return torch.mm(self.x[rows.slice].to(self.dtype), features.T, out=out)
 
     def iterate(
-        self,
-        y: Tensor,
-        column_ids: Tensor | None,
-        own_start: int | None,
-        keep: list[Tensor] | None = None,
-        kept: Iterator[Tensor] | None = None,
+        self, block: ColumnBlock, keep: list[Tensor] | None = None, kept: Iterator[Tensor] | None = None
     ) -> Iterator[tuple[Span, Span, Tensor, Tensor, Tensor | None]]:
-        """Yield (rows, columns, features of the columns times `factor`, logits, mask of the pairs with the same id).
+        """Yield (rows, columns, features of the columns, logits, mask of the pairs with the same id).
 
         Excluded pairs have logits of -inf. `keep` collects the logits; `kept` gives those that an earlier pass collected.
         """
         excluded = self.plan.excluded_diagonals
-        own = Span(0, 0) if own_start is None else Span(own_start, own_start + self.own_columns)
-        for rows, columns, features in self.spans(y):
-            if kept is None:
-                logits = self.logits(rows, features, keep=keep is not None)
-                fill_diagonals(logits, rows, columns, own, excluded, -torch.inf)
-            else:
-                logits = next(kept)
-            if keep is not None:
-                keep.append(logits)
-            same = None
-            if self.plan.needs_ids and self.row_ids is not None and column_ids is not None:
-                same = self.row_ids[rows.slice].unsqueeze(1) == column_ids[columns.slice]
-                fill_diagonals(same, rows, columns, own, excluded, False)
-            yield rows, columns, features, logits, same
+        start = block.own_start
+        own = Span(0, 0) if start is None else Span(start, start + self.own_columns)
+        for columns in spans(block.y.shape[0], self.shape[1]):
+            features = block.y[columns.slice].to(self.dtype)
+            scaled = None if kept else features * self.factor
+            for rows in self.row_spans():
+                if scaled is not None:
+                    logits = self.logits(rows, scaled, keep=keep is not None)
+                    fill_diagonals(logits, rows, columns, own, excluded, -torch.inf)
+                elif kept is not None:
+                    logits = next(kept)
+                if keep is not None:
+                    keep.append(logits)
+                same = None
+                if self.plan.needs_ids and self.row_ids is not None and block.ids is not None:
+                    same = self.row_ids[rows.slice].unsqueeze(1) == block.ids[columns.slice]
+                    fill_diagonals(same, rows, columns, own, excluded, False)
+                yield rows, columns, features, logits, same
 
-    def empty_column_gradient(self, y: Tensor) -> Tensor:
-        """Return memory for a sum over row tiles, which the first of them overwrites (beta=0); zeros if there is none."""
-        return y.new_empty(y.shape, dtype=self.dtype) if self.x.shape[0] else y.new_zeros(y.shape, dtype=self.dtype)
+    def add_products(self, slope: Tensor, rows: Span, columns: Span, features: Tensor, dx: Tensor, dy: Tensor | None) -> None:
+        """Add the products of a tile of slopes with the features to `dx` and `dy`. The first tile of rows overwrites `dy`."""
+        dx[rows.slice].addmm_(slope, features)
+        if dy is not None:
+            dy[columns.slice].addmm_(slope.T, self.x[rows.slice].to(self.dtype), beta=min(rows.start, 1))
 
     def logit_bound(self, y: Tensor) -> float:
         """An upper bound of all |logits|, by Cauchy-Schwarz; inf where reading the norms would make the host wait."""
@@ -226,20 +248,14 @@ class TileIterator:
         ]
         return torch.cat([self.x.new_empty(0, dtype=wide), *parts])
 
-    def add_diagonal_gradient(self, dx: Tensor, dy: Tensor | None, y: Tensor, grads: Tensor, own_start: int) -> None:
-        """Add the contribution of the pairs (i, i), whose logits have the gradients `grads`, to `dx` and `dy`."""
+    def add_diagonal_gradient(self, dx: Tensor, dy: Tensor | None, y: Tensor, slope: Tensor, own_start: int) -> None:
+        """Add the products of the slopes of the pairs (i, own_start + i) with the features to `dx` and `dy`."""
         for rows in self.row_spans():
-            weight = grads[rows.slice].unsqueeze(1).to(self.dtype)
-            dx[rows.slice].addcmul_(weight * self.factor, y[rows.slice].to(self.dtype))
+            partners = slice(own_start + rows.start, own_start + rows.stop)
+            weight = slope[rows.slice].unsqueeze(1).to(self.dtype)
+            dx[rows.slice].addcmul_(weight, y[partners].to(self.dtype))
             if dy is not None:
-                dy[own_start + rows.start : own_start + rows.stop].addcmul_(weight, self.x[rows.slice].to(self.dtype))
-
-    def factor_gradient(self, dx: Tensor) -> Tensor:
-        """The sum over all logits of gradient times logit, which equals the sum of x * dx."""
-        total = self.x.new_zeros((), dtype=self.factor.dtype)
-        for rows in self.row_spans():
-            total += (self.x[rows.slice].to(self.dtype) * dx[rows.slice]).sum(1).sum(dtype=total.dtype)
-        return total
+                dy[partners].addcmul_(weight, self.x[rows.slice].to(self.dtype))
 
 
 @without_autocast

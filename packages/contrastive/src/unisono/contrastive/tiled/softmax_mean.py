@@ -1,0 +1,119 @@
+"""softmax_mean: the mean over all anchors of -log softmax at the partner, with a gradient that is known after the forward.
+
+This is clip_loss and ntxent_loss without further options. The loss of an anchor is softplus(rest - diagonal), where `rest` is
+the log-sum-exp of all other candidates, so its derivative is a sigmoid. One autograd Function does it all: a tail of plain
+torch operations would launch as many kernels, and send as many messages, as the logits themselves do.
+"""
+
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from unisono.collectives import all_reduce, global_mean
+from unisono.collectives.functional.reduce import GradReduce
+from unisono.collectives.groups import resolve_group
+from unisono.contrastive.tiled.block_kernels import LOG2E
+from unisono.contrastive.tiled.logit_statistics import (
+    LogitStatistics,
+    SavedForBackward,
+    forward_in_bits,
+    gradients_without_scale,
+    multiply_to,
+    one_by_one,
+    statistics_of_all_logits,
+    sum_of_products,
+)
+from unisono.contrastive.tiled.tiles import TilePlan, logits_dtype, statistics_dtype
+from unisono.contrastive.validate import shared_scalar
+
+
+def softmax_mean(x: Tensor, y: Tensor, scale: Tensor, plan: TilePlan, grad_reduce: GradReduce) -> Tensor:
+    """Return the mean over the rows of all ranks and, if plan.columns, over their columns: the same value on every rank.
+
+    Row i belongs to the own column i; plan.excluded_diagonals holds 0, so that `rest` leaves the partner out.
+
+    Backward: as in clip_loss, of any order. `scale` gets the average over the ranks. Three collectives: the log-sum-exps of the
+    columns, the gradient of y, and one for the incoming gradient and that of scale.
+    """
+    loss: Tensor = _SoftmaxMean.apply(x, y, scale, plan, grad_reduce)
+    return loss
+
+
+class _SoftmaxMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, plan: TilePlan, grad_reduce: GradReduce) -> Tensor:
+        assert plan.sizes is not None
+        needs_grad = any(ctx.needs_input_grad[:3])
+        in_bits, saved = forward_in_bits(x, y, _scale_for(x, scale), None, plan, needs_grad)
+        rest = torch.cat([in_bits.rows, in_bits.columns]) if plan.columns else in_bits.rows
+        excess = (rest - in_bits.diagonal).mul_(1 / LOG2E)
+        count = rest.shape[0] * sum(plan.sizes)
+        loss = all_reduce(softplus(excess, threshold=50).sum(), group=plan.group)
+        if needs_grad:
+            # The gradients of the sum of the losses: those of the mean are smaller by `count`.
+            slopes = torch.sigmoid(excess, out=excess.new_empty(excess.shape, dtype=_vector_dtype(x)))
+            ctx.save_for_backward(x, y, scale, *in_bits[:2], slopes, *saved.columns, *chain.from_iterable(saved.logits))
+        ctx.saved_columns = len(saved.columns)
+        ctx.kept = [len(tensors) for tensors in saved.logits]
+        ctx.plan, ctx.grad_reduce, ctx.count = plan, grad_reduce, count
+        return torch.div(loss, count or torch.nan, out=loss.new_empty((), dtype=logits_dtype(x.dtype)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, scale, row_logs, column_logs, slopes, *rest = ctx.saved_tensors
+        plan: TilePlan = ctx.plan
+        wants = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # create_graph=True: this backward will be differentiated itself
+            views = [t.view_as(t) for t in (x, y, scale)]  # x and y may be one tensor; each needs a gradient of its own
+            wanted = [t for t, needed in zip(views, wants, strict=True) if needed]
+            loss = _mean_of_all_logits(views[0], views[1], views[2], plan, ctx.grad_reduce)
+            found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True, materialize_grads=True))
+            return *(next(found) if needed else None for needed in wants), *(None,) * 2
+        kept = iter(rest[ctx.saved_columns :])
+        saved = SavedForBackward(rest[: ctx.saved_columns], [list(islice(kept, number)) for number in ctx.kept])
+        in_bits = LogitStatistics(row_logs, column_logs, slopes)
+        own_slopes = LogitStatistics(slopes[:1], slopes[1:], slopes.sum(0).neg_())
+        factor = _scale_for(x, scale)
+        dx, dy = gradients_without_scale(x, y, factor, None, plan, in_bits, own_slopes, saved, wants[1])
+        dscale = sum_of_products(x, dx) if wants[2] else None
+        ranks = resolve_group(plan.group).size
+        count = ctx.count * (ranks if ctx.grad_reduce == "sum" else 1)
+        batched = torch._C._functorch.is_legacy_batchedtensor(grad)
+
+        def gradients(grad: Tensor) -> tuple[Tensor | None, ...]:
+            # One message: the sum over ranks of the incoming gradients, and of the parts of scale's gradient.
+            message = x.new_empty(1 if dscale is None else 2, dtype=statistics_dtype(x.device))
+            torch.div(grad, count, out=message[0])
+            if dscale is not None:
+                message[1] = dscale
+            message = all_reduce(message, group=plan.group)
+            times = message[0] * factor
+            dx_and_dy = ((dx if wants[0] else None, x), (dy, y))
+            grads = [None if d is None else multiply_to(d.clone() if batched else d, times, t.dtype) for d, t in dx_and_dy]
+            if dscale is None:
+                return *grads, None
+            out = message.new_empty((), dtype=scale.dtype)
+            return *grads, torch.div(message.prod(), ranks, out=out).to(scale.device)
+
+        return *(one_by_one(gradients, [grad]) if batched else gradients(grad)), *(None,) * 2
+
+
+def _vector_dtype(x: Tensor) -> torch.dtype:
+    """As many digits as the logits have; on CPUs, where that costs nothing, those of the statistics."""
+    return statistics_dtype(x.device) if x.device.type == "cpu" else logits_dtype(x.dtype)
+
+
+def _scale_for(x: Tensor, scale: Tensor) -> Tensor:
+    return scale.detach().to(torch.promote_types(scale.dtype, _vector_dtype(x)))
+
+
+def _mean_of_all_logits(x: Tensor, y: Tensor, scale: Tensor, plan: TilePlan, grad_reduce: GradReduce) -> Tensor:
+    """The same by plain torch, with all logits of this rank's rows at once: differentiable to any order."""
+    statistics = statistics_of_all_logits(x, y, shared_scalar(scale, plan.group), None, plan)
+    rest = torch.cat([statistics.rows, statistics.columns]) if plan.columns else statistics.rows
+    losses = softplus(rest - statistics.diagonal, threshold=50)
+    loss = global_mean(losses.T, grad_reduce=grad_reduce, group=plan.group)
+    return loss.to(logits_dtype(x.dtype))
