@@ -522,6 +522,75 @@ def test_a_bad_call_is_one_error_on_all_ranks(ranks):
     ranks(rejects, world_size=2)
 
 
+def disagrees_after_agreeing():
+    """Every GradientSync has learned its buckets, of different sizes: a rank that sent them at once would end the process."""
+    rank = dist.get_rank()
+    small = [parameter(1.0, 2.0)]
+    large = [nn.Parameter(torch.ones(5000, dtype=torch.float64))]
+    syncs = [GradientSync(small), GradientSync(large)]
+
+    def backward():
+        for p in (*small, *large):
+            p.grad = None
+            (p * (rank + 1)).sum().backward()
+
+    def block(sync):
+        with sync.overlap():
+            backward()
+
+    for sync in syncs:
+        backward()
+        sync()
+    for mine in (syncs[rank], lambda: block(syncs[rank]), lambda: block(syncs[0]) if rank else syncs[0]()):
+        backward()
+        with pytest.raises(MismatchError, match="the ranks disagree"):
+            mine()
+        assert small[0].grad.tolist() == [rank + 1.0] * 2 and (large[0].grad == rank + 1).all()
+    for sync in syncs:  # nothing was sent, so the group still works
+        block(sync)
+    backward()
+    for sync in syncs:
+        sync()
+    assert small[0].grad.tolist() == [1.5] * 2 and (large[0].grad == 1.5).all()
+
+
+def test_ranks_that_disagree_later_send_nothing(ranks):
+    ranks(disagrees_after_agreeing, world_size=2)
+
+
+def other_gradients_in_each_step():
+    """The buckets that were filled for the gradients of the last step are not sent if some rank has others now."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parameters = [nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(5)]
+    sync = GradientSync(parameters, bucket_bytes=48)
+    everything = {0, 1, 2, 3, 4}
+    steps = [everything, everything, {0, 1, 4}, {0, 1, 4}, {1, 2, 4}, set(), {3}, everything, everything]
+    for overlaps in (False, True):
+        for step, present in enumerate(steps):
+            on_last_rank_only = {1, 3} if step % 2 else set()
+            mine = present if rank == world - 1 else present - on_last_rank_only
+            for place, p in enumerate(parameters):
+                p.grad = None
+                if place in mine and not overlaps:
+                    p.grad = torch.full_like(p, (rank + 1.0) * (place + step + 1))
+            if overlaps:
+                with sync.overlap():
+                    for place in sorted(mine, reverse=True):
+                        (parameters[place] * (rank + 1.0) * (place + step + 1)).sum().backward()
+            else:
+                sync()
+            for place, p in enumerate(parameters):
+                if place not in present:
+                    assert p.grad is None
+                    continue
+                total = world if place in on_last_rank_only else world * (world + 1) / 2
+                close([p.grad], [torch.full((3,), total / world * (place + step + 1), dtype=torch.float64)])
+
+
+def test_gradients_may_be_others_in_each_step(ranks, world_size):
+    ranks(other_gradients_in_each_step, world_size=world_size)
+
+
 def changes_between_calls():
     """Frozen, converted and moved parameters are noticed, and a gradient of the new kind is synced."""
     rank = dist.get_rank()

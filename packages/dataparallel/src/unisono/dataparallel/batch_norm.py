@@ -1,6 +1,6 @@
 """Batch norm over all ranks: the function sync_batch_norm, the module SyncBatchNorm, and the conversion of a model.
 
-Every rank sends count, mean and sum of squared deviations of each channel, 2 C + 1 numbers, and pools those of all ranks.
+Every rank sends its count, and mean and variance of each channel, 2 C + 1 numbers, and pools those of all ranks.
 Deviations are always taken from a mean. E[x^2] - E[x]^2 would lose every digit if the mean is much larger than the deviation.
 """
 
@@ -20,6 +20,15 @@ from unisono.collectives import Group, all_gather
 from unisono.collectives.autograd import LinearMap, apply
 from unisono.collectives.checks import call_site, checks_enabled, describe, user_frame, validate_across_ranks
 from unisono.collectives.groups import GroupRanks, resolve_group
+from unisono.dataparallel.batch_norm_kernels import (
+    all_but_channels,
+    backward_input,
+    backward_sums,
+    by_channel,
+    channel_moments,
+    normalize,
+    statistics_dtype,
+)
 
 _NAME = "sync_batch_norm"
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -45,9 +54,9 @@ def sync_batch_norm(
 
     training=True moves the running statistics towards those of the global batch by `momentum` (a number, or a scalar tensor);
     all ranks get the same bits. If the whole global batch has one value per channel, all ranks raise ValueError, as torch
-    does (RuntimeError in compiled code); an empty global batch is accepted, as in torch. training=False normalizes by the
-    running statistics and never communicates. dtype and shape, except N, must be the same on all ranks; only checked()
-    compares them.
+    does; on accelerators and in compiled code it is an assertion of the device, for which the host does not wait. An empty
+    global batch is accepted, as in torch. training=False normalizes by the running statistics and never communicates. dtype
+    and shape, except N, must be the same on all ranks; only checked() compares them.
 
     Backward: the true adjoint for the sum over ranks of local losses, of any order. It is one all_reduce of 2 C numbers, so
     all ranks must run it. The gradients of weight and bias are local: DDP or sync_gradients must reduce them.
@@ -71,14 +80,13 @@ def sync_batch_norm(
     transformed = _transformed()
     traced = transformed or torch.compiler.is_compiling()
     if traced:
-        moments = differentiable_global_moments(x, plan=plan, group=group, forward_mode=transformed)
+        moments = differentiable_global_moments(x, plan=plan, eps=eps, group=group, forward_mode=transformed)
     else:
         with torch.no_grad():
             moments = global_moments(x, group=group)
     _raise_if_single_value(x, moments, ranks)
     if running_mean is not None and running_var is not None:
-        update_running_statistic(running_mean, moments.mean, momentum, moments.total)
-        update_running_statistic(running_var, moments.unbiased_variance(), momentum, moments.total)
+        update_running_statistics(running_mean, running_var, moments, momentum)
     if traced:
         return _normalize(x, moments, weight, bias, eps)
     y: Tensor = _Normalize.apply(x, weight, bias, *moments, eps, plan, group)
@@ -221,39 +229,26 @@ class _Normalize(torch.autograd.Function):
         plan: LinearMap,
         group: Group,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, total, mean, variance)
+        invstd = (variance + eps).rsqrt()
+        ctx.save_for_backward(x, weight, total, mean, variance, invstd)
         ctx.eps, ctx.plan, ctx.group = eps, plan, group
         ctx.bias_dtype = None if bias is None else bias.dtype
-        wide_weight, wide_bias = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
-        return F.batch_norm(x, mean, variance, wide_weight, wide_bias, training=False, eps=eps)
+        return normalize(x, mean, variance, invstd, weight, bias, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True: this backward will be differentiated
             return *_differentiable_backward(ctx, grad), *(None,) * 6
-        x, weight, total, mean, variance = ctx.saved_tensors
-        ones = torch.ones_like(mean)  # without a weight, the sums would have the dtype of x
-        if x.numel():  # the sums of grad * normalized x and of grad
-            _, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
-                grad, x, ones, mean, variance, None, None, False, ctx.eps, [False, True, True]
-            )
-        else:
-            by_weight = by_bias = torch.zeros_like(mean)
-        scale = (variance + ctx.eps).rsqrt()
-        # The derivative with respect to the global sums of deviations and of squared deviations; mean and variance are
-        # functions of these sums.
-        sums = torch.stack([by_bias * scale, by_weight * scale.square() / 2]) / -total.clamp(min=1)
+        x, weight, total, mean, variance, invstd = ctx.saved_tensors
+        by_bias, deviations = backward_sums(grad, x, mean, variance, invstd, ctx.eps)
+        wide = None if weight is None else weight.to(mean.dtype)
+        sums = torch.stack([by_bias, deviations])
         # Run it also if x of this rank needs no gradient: x of another rank may.
-        constant, along = apply(sums if weight is None else sums * weight.to(mean.dtype), ctx.plan.adjoint())
+        sums = apply(sums if wide is None else sums * wide, ctx.plan.adjoint())
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = F.batch_norm(x, mean, variance, along * 2 / scale, constant, training=False, eps=ctx.eps)
-            scale = scale if weight is None else scale * weight
-            if dx.dtype == scale.dtype:
-                dx.addcmul_(grad, by_channel(scale, x))
-            else:
-                dx += F.batch_norm(grad, torch.zeros_like(mean), ones, scale, training=False, eps=0.0)
-        dweight = by_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
+            dx = backward_input(grad, x, mean, variance, invstd, wide, sums, total, ctx.eps)
+        dweight = (deviations * invstd).to(weight.dtype) if ctx.needs_input_grad[1] else None
         dbias = by_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, dweight, dbias, *(None,) * 6
 
@@ -264,7 +259,7 @@ def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Ten
     x = x.view_as(x) if wants_x else x.detach().requires_grad_()  # every rank must run the backward of the exchange
     weight = weight.view_as(weight) if wants_weight else weight
     bias = torch.zeros(x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True) if wants_bias else None
-    y = _normalize(x, differentiable_global_moments(x, plan=ctx.plan, group=ctx.group), weight, bias, ctx.eps)
+    y = _normalize(x, differentiable_global_moments(x, plan=ctx.plan, eps=ctx.eps, group=ctx.group), weight, bias, ctx.eps)
     inputs = [x, *([weight] if wants_weight else []), *([bias] if wants_bias else [])]
     grads = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
     dx = next(grads)
@@ -288,10 +283,10 @@ def _transformed() -> bool:
 
 
 def _raise_if_single_value(x: Tensor, moments: BatchMoments, ranks: GroupRanks) -> None:
-    if values_per_channel(x) > 1:  # then the global batch has more, too, and no value must be read from the device
+    if values_per_channel(x) > 1:  # then the global batch has more, too
         return
     problem = f"{_NAME}: expected more than 1 value per channel in the global batch when training, got 1"
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or x.device.type != "cpu":  # the device checks it; the host does not wait for the answer
         torch._assert_async(moments.total != 1, problem)
     elif not torch._C._are_functorch_transforms_active() and moments.total.item() == 1:
         raise ValueError(f"{problem}; x has shape {tuple(x.shape)} on rank {ranks.rank} of {ranks.size}")
@@ -344,55 +339,45 @@ class BatchMoments(NamedTuple):
         return self.variance * (self.total / (self.total - 1).clamp(min=1))
 
 
-def statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def values_per_channel(x: Tensor) -> int:
     """Return samples times positions of the local batch."""
     return x.shape[0] * math.prod(x.shape[2:])
 
 
-def by_channel(values: Tensor, x: Tensor) -> Tensor:
-    """View (C,) in the shape that broadcasts against `x`."""
-    return values.view(-1, *(1,) * (x.ndim - 2))
-
-
 def global_moments(x: Tensor, *, group: Group) -> BatchMoments:
     """Return the moments of the global batch, by the fastest kernels. Not differentiable. One all_gather."""
-    wide = statistics_dtype(x)
-    channels = x.shape[1]
     count = values_per_channel(x)
     if count == 0:
-        return _pool(x.new_zeros(2 * channels + 1, dtype=wide), group)
-    if x.device.type in ("cpu", "cuda"):
-        # It takes a third of the time of var_mean. It reads the dtype from the running statistics, and changes them.
-        scratch = x.new_zeros((2, channels), dtype=wide)
-        mean, variance = torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0)
-    else:
-        variance, mean = torch.var_mean(x.to(wide), _all_but_channels(x), correction=0)
-    return _pool(torch.cat([mean, variance * count, mean.new_full((1,), count)]), group)
+        return _pool(x.new_zeros(2 * x.shape[1] + 1, dtype=statistics_dtype(x)), group)
+    mean, variance = channel_moments(x)
+    return _pool(torch.cat([mean, variance, mean.new_full((1,), count)]), group)
 
 
-def differentiable_global_moments(x: Tensor, *, plan: LinearMap, group: Group, forward_mode: bool = False) -> BatchMoments:
+def differentiable_global_moments(
+    x: Tensor, *, plan: LinearMap, eps: float, group: Group, forward_mode: bool = False
+) -> BatchMoments:
     """Return the same by operations that autograd, torch.func and torch.compile know. One all_gather; `plan` in backward.
 
     `forward_mode`: tangents are right, too, but the backward exchanges more.
     """
     wide = statistics_dtype(x)
     count = values_per_channel(x)
-    others = _all_but_channels(x)
+    others = all_but_channels(x)
     mean = x.sum(others, dtype=wide) / max(count, 1)
     squares = (x.to(wide) - by_channel(mean, x)).square().sum(others)
-    own = torch.cat([mean, squares, mean.new_full((1,), count)])
+    own = torch.cat([mean, squares / max(count, 1), mean.new_full((1,), count)])
     if forward_mode:
         return _pool(own, group)
     # The exchange itself is not differentiated. The moments are the pooled numbers plus a zero, and this zero has the
-    # derivatives with respect to this rank's sums of deviations from the pooled mean.
+    # derivatives with respect to this rank's sums of deviations from the pooled mean. `units` are such that the backward of
+    # `plan` adds over ranks what _Normalize adds: the sums of weight * grad and of weight * grad * (x - mean).
     pooled = _pool(own.detach(), group)
     deviation = mean - pooled.mean
-    sums = apply(torch.stack([count * deviation, squares + count * deviation.square()]), plan)
-    mean_zero, square_zero = (sums - sums.detach()) / pooled.total.clamp(min=1)
+    divisor = pooled.total.clamp(min=1)
+    invstd = (pooled.variance + eps).rsqrt()
+    units = torch.stack([-invstd, invstd.pow(3) / -2]) / divisor
+    sums = apply(torch.stack([count * deviation, squares + count * deviation.square()]) * units, plan)
+    mean_zero, square_zero = (sums - sums.detach()) / (units * divisor)
     return BatchMoments(pooled.total, pooled.mean + mean_zero, pooled.variance + square_zero - mean_zero.square())
 
 
@@ -401,28 +386,30 @@ def backward_map(name: str, *, group: Group) -> LinearMap:
     return LinearMap("copy", resolve_group(group), call=name, site=call_site())
 
 
-def update_running_statistic(running: Tensor, found: Tensor, momentum: float | Tensor, total: Tensor) -> None:
-    """Move `running` towards `found`, in the precision of `found`. A batch that is empty on all ranks changes nothing."""
+def update_running_statistics(
+    running_mean: Tensor, running_var: Tensor, moments: BatchMoments, momentum: float | Tensor
+) -> None:
+    """Move them towards the moments, in the precision of those. A batch that is empty on all ranks changes nothing."""
     with torch.no_grad():
-        before = running.to(found.dtype)
-        share = momentum.to(found.dtype) if isinstance(momentum, Tensor) else momentum
-        running.copy_(torch.where(total > 0, torch.lerp(before, found.detach(), share), before))
-
-
-def _all_but_channels(x: Tensor) -> list[int]:
-    return [0, *range(2, x.ndim)]
+        found = moments.mean.detach()
+        share = moments.total.clamp(max=1) * momentum  # 0 for an empty batch
+        for running, towards in ((running_mean, found), (running_var, moments.unbiased_variance().detach())):
+            if running.dtype == found.dtype:
+                running.lerp_(towards, share)
+            else:
+                running.copy_(torch.lerp(running.to(found.dtype), towards, share))
 
 
 def _pool(own: Tensor, group: Group) -> BatchMoments:
-    """Gather every rank's means, sums of squared deviations and count, and return the moments of all values."""
+    """Gather every rank's means, variances and count, and return the moments of all values."""
     table = all_gather(own.unsqueeze(0), sizes=(1,) * resolve_group(group).size, group=group)
     channels = own.shape[0] // 2
-    means, squares, counts = table.split([channels, channels, 1], dim=1)
+    means, variances, counts = table.split([channels, channels, 1], dim=1)
     total = counts.sum(0)
-    divisor = total.clamp(min=1)
-    shares = counts / divisor
+    shares = counts / total.clamp(min=1)
     rough = (shares * means).sum(0)
     deviations = means - rough
     rest = (shares * deviations).sum(0)  # the rounding error of the rough mean
-    variance = squares.sum(0) / divisor + (shares * (deviations - rest).square()).sum(0)
+    deviations = deviations - rest
+    variance = (shares * torch.addcmul(variances, deviations, deviations)).sum(0)
     return BatchMoments(total, rough + rest, variance)

@@ -3,9 +3,8 @@
 BucketLauncher sends them during backward: each as soon as its gradients exist, in the same order on every rank.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from threading import Lock
 from typing import NamedTuple
 
@@ -75,13 +74,17 @@ class Bucket:
         self.views: list[Tensor] = []
         self.in_place = False
 
+    def needs_no_copy(self, grads: Sequence[Tensor | None]) -> bool:
+        """Return whether this is a single large gradient that can be scaled and reduced where it is."""
+        return len(grads) == 1 and grads[0] is not None and _can_reduce_in_place(grads[0])
+
     def fill(self, grads: Sequence[Tensor | None], scale: float, *, in_place: bool) -> None:
         """Copy `scale` times the gradients into the bucket, zeros for None.
 
-        With `in_place`, a single large gradient is scaled and reduced where it is, without a copy, if its memory allows.
+        With `in_place`, a gradient that needs no copy is scaled where it is.
         """
         first = grads[0]
-        self.in_place = in_place and len(grads) == 1 and first is not None and _can_reduce_in_place(first)
+        self.in_place = in_place and self.needs_no_copy(grads)
         if self.in_place and first is not None:
             self.views = [first]
             self._wire = _real(first)
@@ -189,7 +192,9 @@ def _real(x: Tensor) -> Tensor:
 class BucketLauncher:
     """Sends `buckets` during backward. It sends copies: every p.grad stays what this rank has computed.
 
-    Hooks may run in any of autograd's threads, one for each device.
+    `agreed` is asked before the first bucket is sent: where ranks are about to send different buckets, none is sent. It waits
+    for a message that had the time of the first gradients to arrive. Hooks may run in any of autograd's threads, one for each
+    device.
     """
 
     def __init__(
@@ -199,6 +204,7 @@ class BucketLauncher:
         buckets: Sequence[Bucket],
         scale: float,
         ranks: GroupRanks,
+        agreed: Callable[[], bool],
     ) -> None:
         self.parameters = parameters
         self.specs = specs
@@ -206,8 +212,9 @@ class BucketLauncher:
         self.scale = scale
         self.ranks = ranks
         self.launched = 0
+        self._agreed = agreed
         self._lock = Lock()
-        self._missing = [set(bucket.members) for bucket in buckets]
+        self._missing = [{parameters[member] for member in bucket.members} for bucket in buckets]
         self._streams: list[set[torch.Stream]] = [set() for _ in buckets]
         self._sent: dict[int, tuple[Tensor | None, int]] = {}  # the gradient that was sent, and its version
 
@@ -217,9 +224,8 @@ class BucketLauncher:
         handles = []
         try:
             for place, bucket in enumerate(self.buckets):
-                for member in bucket.members:
-                    hook = partial(self._on_gradient, place, member)
-                    handles.append(self.parameters[member].register_post_accumulate_grad_hook(hook))
+                hook = self._hook(place)
+                handles += [self.parameters[member].register_post_accumulate_grad_hook(hook) for member in bucket.members]
             yield
         finally:
             for handle in handles:
@@ -227,21 +233,32 @@ class BucketLauncher:
 
     def launch_rest(self) -> None:
         """Send the remaining buckets, with zeros for gradients that were not computed."""
-        with self._lock:
-            while self.launched < len(self.buckets):
-                self._launch()
+        self._launch_while(lambda: True)
 
     def late(self) -> list[int]:
         """Return the members whose p.grad has changed after it was sent."""
         now = ((member, self.parameters[member].grad, sent) for member, sent in self._sent.items())
         return [member for member, grad, (sent, version) in now if grad is not sent or _version(grad) != version]
 
-    def _on_gradient(self, place: int, member: int, parameter: Tensor) -> None:
-        with self._lock:
-            self._missing[place].discard(member)
+    def _hook(self, place: int) -> Callable[[Tensor], None]:
+        missing = self._missing[place]
+
+        def is_complete() -> bool:
+            return not self._missing[self.launched]
+
+        def on_gradient(parameter: Tensor) -> None:
             if parameter.device.type != "cpu":
-                self._streams[place].add(torch.accelerator.current_stream(parameter.device))
-            while self.launched < len(self.buckets) and not self._missing[self.launched]:
+                with self._lock:
+                    self._streams[place].add(torch.accelerator.current_stream(parameter.device))
+            missing.discard(parameter)
+            if not missing:
+                self._launch_while(is_complete)
+
+        return on_gradient
+
+    def _launch_while(self, is_due: Callable[[], bool]) -> None:
+        with self._lock:
+            while self.launched < len(self.buckets) and is_due() and (self.launched or self._agreed()):
                 self._launch()
 
     def _launch(self) -> None:

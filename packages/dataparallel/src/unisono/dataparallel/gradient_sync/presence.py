@@ -1,4 +1,4 @@
-"""Which gradients exist on this rank and on all ranks: exchanged in one small message before any gradient is sent."""
+"""Which gradients exist on this rank and on all ranks: exchanged in one small message, the survey."""
 
 import hashlib
 import sys
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from unisono.collectives import MismatchError
-from unisono.collectives.checks import describe, user_frame, validate_across_ranks
+from unisono.collectives.checks import Validation, describe, user_frame
 from unisono.collectives.groups import GroupRanks, backend_for, process_group, sharded_over
 from unisono.dataparallel.gradient_sync.buckets import GradientSpec
 
@@ -92,34 +92,47 @@ def find_local_gradients(
     return LocalGradients(grads, [*flags, *codes], problem)
 
 
-def exchange_presence(
-    specs: Sequence[GradientSpec], local: LocalGradients, call: tuple[str, str, str], ranks: GroupRanks
-) -> GlobalGradients:
-    """Return the gradients of all ranks, after they have compared `call`: step, options and signature of the parameters."""
+class Survey:
+    """Which gradients all ranks have: one small message, on its way once this is made; the caller works meanwhile.
 
-    def words() -> str:
-        elements = sum(spec.shape.numel() for spec in specs)
-        listed = ", ".join(map(_describe, specs[:1000]))
-        listed = listed if len(listed) < 1200 else f"{listed[:1200]} ..."
-        return f"{call[0]} of {len(specs)} parameters, {elements:,} elements, {call[1]}, at {user_frame()}: {listed}"
+    The ranks also compare `call`: step, options and signature of the parameters.
+    """
 
-    device = specs[0].device if specs else None
-    try:
-        table = validate_across_ranks(
+    def __init__(
+        self, specs: Sequence[GradientSpec], local: LocalGradients, call: tuple[str, str, str], ranks: GroupRanks
+    ) -> None:
+        self._number = len(specs)
+
+        def words() -> str:
+            elements = sum(spec.shape.numel() for spec in specs)
+            listed = ", ".join(map(_describe, specs[:1000]))
+            listed = listed if len(listed) < 1200 else f"{listed[:1200]} ..."
+            return f"{call[0]} of {len(specs)} parameters, {elements:,} elements, {call[1]}, at {user_frame()}: {listed}"
+
+        self._validation = Validation(
             "sync_gradients",
             ranks,
             same=call,
             numbers=local.numbers,
             words=words,
-            device=device,
+            device=specs[0].device if specs else None,
             rule=_RULE,
             problem=local.problem,
         )
-    except MismatchError as error:
-        if _SHARDED in str(error):
-            raise TypeError(str(error)) from None
-        raise
-    return _decode(table, len(specs))
+
+    def agrees(self) -> bool:
+        """Wait for the message of every rank, and return whether result() will raise no MismatchError: the same on all."""
+        return self._validation.agrees()
+
+    def result(self) -> GlobalGradients:
+        """Return the gradients of all ranks, or raise the same error on all of them."""
+        try:
+            table = self._validation.result()
+        except MismatchError as error:
+            if _SHARDED in str(error):
+                raise TypeError(str(error)) from None
+            raise
+        return _decode(table, self._number)
 
 
 def parameter_signature(specs: Sequence[GradientSpec]) -> str:

@@ -6,7 +6,7 @@ sent.
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import is_
 
 import torch
@@ -19,8 +19,8 @@ from unisono.dataparallel.gradient_sync.buckets import Bucket, BucketLauncher, B
 from unisono.dataparallel.gradient_sync.presence import (
     GlobalGradients,
     LocalGradients,
+    Survey,
     device_error,
-    exchange_presence,
     find_local_gradients,
     parameter_signature,
     shard_error,
@@ -118,6 +118,8 @@ class GradientSync:
         self._devices: set[torch.device] = set()
         self._signature = ""
         self._expected: tuple[int, ...] = ()  # the dense gradients of the last call; the same on all ranks
+        self._expected_text = "()"
+        self._is_first = True
         self._plans: dict[int | None, tuple[tuple[int, ...], list[Bucket]]] = {}
         self._buffers = Buffers()
         self._overlapping = False
@@ -130,13 +132,15 @@ class GradientSync:
         local = find_local_gradients(self._parameters, self._specs)
         if local.problem and self._refresh():
             local = find_local_gradients(self._parameters, self._specs)
-        found = self._validate("sync", local, ranks)
+        survey = self._start_survey("sync", local, ranks)
+        filled = self._fill_ahead(local, ranks)
+        found = survey.result()
         self._compare_weights(ranks)
         if ranks.size > 1:
             with self._communicating(ranks):
                 self._reduce_sparse(local.grads, found.sparse, ranks)
-                self._reduce_dense(local.grads, found.dense, ranks)
-            self._expected = found.dense
+                self._reduce_dense(local.grads, found.dense, ranks, filled)
+        self._finish(found)
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
@@ -152,16 +156,20 @@ class GradientSync:
         Memory: the buckets of all gradients stay allocated between steps, as in DDP: as much again as the gradients themselves.
         A call outside of overlap() needs three buckets only.
 
-        The ranks validate the call in one small message on entering and one on leaving. If the block raises on one rank, the
+        The ranks validate the call in one small message on entering and one on leaving, without waiting for them: the first
+        must have arrived when the first bucket is ready, the second when all buckets are reduced. If the ranks disagree, the
+        first block raises on entering and later ones on leaving; no gradient is touched. If the block raises on one rank, the
         error propagates there at once, and the gradients are as its own backward left them. The other ranks wait for its
         buckets, and raise when its process ends or the group's timeout has passed.
         """
         ranks = self._begin()
         self._refresh()
-        self._validate(f"overlap, expecting {self._expected}", LocalGradients([], [], ""), ranks)
-        self._compare_weights(ranks)
+        entry = self._start_survey(f"overlap, expecting {self._expected_text}", LocalGradients([], [], ""), ranks)
+        if self._is_first or ranks.size == 1:
+            entry.result()
+            self._compare_weights(ranks)
         buckets = self._buckets(self._expected, None) if ranks.size > 1 else []
-        launcher = BucketLauncher(self._parameters, self._specs, buckets, self._scale(ranks), ranks)
+        launcher = BucketLauncher(self._parameters, self._specs, buckets, self._scale(ranks), ranks, entry.agrees)
         self._overlapping = True
         try:
             with launcher.sending_during_backward():
@@ -169,24 +177,26 @@ class GradientSync:
         except BaseException:
             self._abandoned += launcher.launched
             self._forget_memory()
+            with suppress(RuntimeError):
+                entry.agrees()  # or the next call would take its message for an own one
             raise
         finally:
             self._overlapping = False
         with self._communicating(ranks):
             launcher.launch_rest()
+            entry.result()  # raises on all ranks if no bucket was sent because they disagree
             local = find_local_gradients(self._parameters, self._specs, late=launcher.late())
-            try:
-                found = self._validate("end of overlap", local, ranks)
-            finally:
-                for bucket in buckets:
-                    bucket.wait()
+            survey = self._start_survey("end of overlap", local, ranks)
+            for bucket in buckets:
+                bucket.wait()
+            found = survey.result()
             if ranks.size > 1:
                 arrived = (set(found.dense) & set(self._expected)) - found.late
                 for bucket in buckets:
                     self._write_back(bucket, local.grads, arrived)
                 self._reduce_sparse(local.grads, found.sparse, ranks)
                 self._reduce_dense(local.grads, tuple(place for place in found.dense if place not in arrived), ranks)
-        self._expected = found.dense
+        self._finish(found)
 
     def __repr__(self) -> str:
         return f"GradientSync({len(self._given)} parameters, reduce={self.reduce!r}, bucket_bytes={self.bucket_bytes})"
@@ -202,17 +212,24 @@ class GradientSync:
 
     def _refresh(self) -> bool:
         """Return whether parameters are others than last time, or were moved or converted; then start over."""
+        if len(self._specs) == len(self._parameters) and all(map(GradientSpec.fits, self._specs, self._parameters)):
+            return False
         specs = [GradientSpec(p.shape, p.dtype, p.device) for p in self._parameters]
         changed = specs != self._specs
         if changed:
             self._specs = specs
             self._signature = parameter_signature(specs)
             self._devices = {spec.device for spec in specs}
-            self._expected = ()
+            self._expect(())
             self._plans = {}
         return changed
 
-    def _validate(self, step: str, local: LocalGradients, ranks: GroupRanks) -> GlobalGradients:
+    def _expect(self, dense: tuple[int, ...]) -> None:
+        if dense != self._expected:
+            self._expected = dense
+            self._expected_text = str(dense)
+
+    def _start_survey(self, step: str, local: LocalGradients, ranks: GroupRanks) -> Survey:
         options = f"reduce={self.reduce!r}, bucket_bytes={self.bucket_bytes}"
         problem = self._problem or local.problem or device_error(self._devices, ranks)
         problem = problem or shard_error(self._shards, ranks)
@@ -221,7 +238,11 @@ class GradientSync:
         if self._compare_next:
             step = f"first {step}"
         with torch.inference_mode(False):
-            return exchange_presence(self._specs, local._replace(problem=problem), (step, options, self._signature), ranks)
+            return Survey(self._specs, local._replace(problem=problem), (step, options, self._signature), ranks)
+
+    def _finish(self, found: GlobalGradients) -> None:
+        self._is_first = False
+        self._expect(found.dense)
 
     def _compare_weights(self, ranks: GroupRanks) -> None:
         """Do it in the first call. Frozen parameters count, too: all ranks compute with them."""
@@ -241,17 +262,43 @@ class GradientSync:
             self._plans[slots] = members, buckets
         return buckets
 
-    @torch.no_grad()
-    def _reduce_dense(self, grads: Sequence[Tensor | None], members: tuple[int, ...], ranks: GroupRanks) -> None:
-        """Reduce bucket after bucket: one is filled while others are reduced."""
-        pg = process_group(ranks)
-        scale = self._scale(ranks)
+    def _plan(self, grads: Sequence[Tensor | None], members: tuple[int, ...]) -> tuple[list[Bucket], bool]:
+        """Return the buckets, and whether gradients share memory: then none may be written before all have been read."""
         buckets = self._buckets(members, _IN_FLIGHT)
         alone = any(len(bucket.members) == 1 for bucket in buckets)
-        # If gradients share memory, none may be written before all have been read.
-        shared = (alone or len(buckets) > _IN_FLIGHT) and _share_memory(grads)
-        if shared:
-            buckets = self._buckets(members, None)
+        if (alone or len(buckets) > _IN_FLIGHT) and _share_memory(grads):
+            return self._buckets(members, None), True
+        return buckets, False
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def _fill_ahead(self, local: LocalGradients, ranks: GroupRanks) -> set[Bucket]:
+        """Fill the first buckets while the survey is on its way, for the gradients of the last call; return those filled.
+
+        Nothing is sent, and no gradient is written: the ranks may disagree. If they have other gradients than in the last
+        call, their buckets are others, and these are not used.
+        """
+        if ranks.size == 1 or local.problem:
+            return set()
+        filled = set()
+        for bucket in self._plan(local.grads, self._expected)[0][:_IN_FLIGHT]:
+            dense = _dense(bucket, local.grads)
+            if not bucket.needs_no_copy(dense):
+                bucket.fill(dense, self._scale(ranks), in_place=False)
+                filled.add(bucket)
+        return filled
+
+    @torch.no_grad()
+    def _reduce_dense(
+        self,
+        grads: Sequence[Tensor | None],
+        members: tuple[int, ...],
+        ranks: GroupRanks,
+        filled: Collection[Bucket] = (),
+    ) -> None:
+        """Reduce bucket after bucket: one is filled while others are reduced. Those in `filled` are sent as they are."""
+        pg = process_group(ranks)
+        buckets, shared = self._plan(grads, members)
         pending: deque[Bucket] = deque()
 
         def finish() -> None:
@@ -262,9 +309,8 @@ class GradientSync:
         for bucket in buckets:
             if len(pending) == _IN_FLIGHT and not shared:
                 finish()
-            mine = [grads[member] for member in bucket.members]
-            dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in mine]
-            bucket.fill(dense, scale, in_place=not shared)
+            if bucket not in filled:
+                bucket.fill(_dense(bucket, grads), self._scale(ranks), in_place=not shared)
             bucket.start(pg)
             pending.append(bucket)
         while pending:
@@ -352,6 +398,11 @@ def _indices_and_values(grad: Tensor | None, spec: GradientSpec, sparse_dim: int
     grad = grad.detach().coalesce()
     values = grad.values()
     return grad.indices().t().contiguous(), values * scale if scale != 1 else values
+
+
+def _dense(bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    mine = (grads[member] for member in bucket.members)
+    return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in mine]
 
 
 def _share_memory(grads: Sequence[Tensor | None]) -> bool:
