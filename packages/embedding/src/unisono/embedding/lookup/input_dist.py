@@ -8,7 +8,7 @@ the bits of their weights, if any feature has weights.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -276,10 +276,10 @@ def _exchange_counts(
         raise
     if ranks.size == 1:
         return own
+    if is_fake_group(process_group(ranks)):
+        return [[n for x in outgoing for n in _counts_of_copy(x, rank, ranks)] for rank in range(ranks.size)]
     if few:
         return [row[ranks.rank * width : (ranks.rank + 1) * width] for row in table]
-    if is_fake_group(process_group(ranks)):
-        return [own[ranks.rank]] * ranks.size
     counts = torch.tensor(own, device=small_message_device(process_group(ranks), device))
     each = (1,) * ranks.size
     received: list[list[int]] = all_to_all_single(counts, send_sizes=each, receive_sizes=each, group=as_group(ranks)).tolist()
@@ -310,13 +310,44 @@ def _exchange_rows(
         receive = [sum(map(sum, row)) for row in sizes]
     if ranks.size > 1:
         flat = all_to_all_single(flat, send_sizes=send, receive_sizes=receive, group=as_group(ranks))
-        if is_fake_group(process_group(ranks)):  # it moves nothing: row 0 stands for whatever the others would request
-            flat = torch.zeros_like(flat)
+    is_fake = ranks.size > 1 and is_fake_group(process_group(ranks))
+    if is_fake:  # it moves nothing
+        own = [(x, _message(x, y, ranks.rank, ranks, weight_dtype)) for x, y in zip(outgoing, rows, strict=True)]
+        parts = [part for rank in range(ranks.size) for x, message in own if _has_copy(x, rank, ranks) for part in message]
+        flat = torch.cat(parts) if parts else flat
     if rows_only:
-        return [IncomingRequest(outgoing[0].group, storage.shards[0], flat, None, None, None, receive)]
+        incoming = [IncomingRequest(outgoing[0].group, storage.shards[0], flat, None, None, None, receive)]
+        return _spread_over_rows(incoming, ranks) if is_fake else incoming
     pieces = iter(flat.split_with_sizes([size for row in sizes for group_sizes in row for size in group_sizes]))
     received = [[[next(pieces) for _ in range(5)] for _ in outgoing] for _ in counts]
-    return [_read_messages([row[k] for row in received], x, storage.shards[k], weight_dtype) for k, x in enumerate(outgoing)]
+    incoming = [
+        _read_messages([row[k] for row in received], x, storage.shards[k], weight_dtype) for k, x in enumerate(outgoing)
+    ]
+    return _spread_over_rows(incoming, ranks) if is_fake else incoming
+
+
+# The fake process group: the other ranks request what this rank requests from itself, but other rows of it
+
+
+def _has_copy(request: OutgoingRequest, rank: int, ranks: GroupRanks) -> bool:
+    return rank == ranks.rank or not request.group.is_replicated
+
+
+def _counts_of_copy(request: OutgoingRequest, rank: int, ranks: GroupRanks) -> tuple[int, int, int]:
+    shard = _shard_on(request.group, ranks.rank, ranks)
+    return (0, 0, 0) if shard is None or not _has_copy(request, rank, ranks) else request.counts(shard)
+
+
+def _spread_over_rows(incoming: list[IncomingRequest], ranks: GroupRanks) -> list[IncomingRequest]:
+    """Shift the rows that each rank requests, as if its ids were drawn independently: then the owner serves as many rows."""
+    found = []
+    for request in incoming:
+        if request.shard is not None and request.rows.numel() and not request.group.is_replicated:
+            height = len(request.shard.weight)
+            shifts = torch.arange(ranks.size, dtype=request.rows.dtype, device=request.rows.device) * (height // ranks.size)
+            request = replace(request, rows=(request.rows.view(ranks.size, -1) + shifts[:, None]).flatten() % height)
+        found.append(request)
+    return found
 
 
 def _shard_on(group: TableGroup, rank: int, ranks: GroupRanks) -> int | None:

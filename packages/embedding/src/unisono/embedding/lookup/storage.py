@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from unisono.collectives import Group, broadcast
@@ -218,14 +219,19 @@ class ShardStorage:
             seed = int(drawn)
         for module in self.modules:
             name_hash = int.from_bytes(hashlib.blake2b(module.table.name.encode(), digest_size=7).digest(), "little")
-            if not module.local.is_meta and module.local.numel():
+            if _has_values(module.local):
                 draw_weights(module.table, module.box, module.local, seed=mix_seed(seed, name_hash))
         for steps in self.steps:
             steps.zero_()
         for shard in self.shards:
-            if shard is not None and self.rule is not None and len(shard.weight) and not shard.weight.is_meta:
+            if shard is not None and self.rule is not None and _has_values(shard.weight):
                 for name, first in self.rule.states(shard.weight[:1]).items():
                     shard.state[name][:] = first
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether there is something to draw: a meta tensor and one of a simulation have no values."""
+    return bool(x.numel()) and not x.is_meta and not isinstance(x, FakeTensor)
 
 
 def _empty_rows(shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
