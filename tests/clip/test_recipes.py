@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.contrastive.fake_cuda import LiveBytes, first_blocks, on_fake_cuda
-from unisono.collectives import count_bytes
-from unisono.contrastive.tiled.columns import RingColumns
+from unisono.collectives import count_bytes, simulate_rank
+from unisono.contrastive.tiled.columns import GATHER_SHARE, RingColumns
 from unisono_models.clip.config import Config
 from unisono_models.clip.data.loader import BatchMaker
 from unisono_models.clip.data.pairs import PairBatch
@@ -35,6 +35,7 @@ from unisono_models.training.errors import UserError
 
 NAMES = ["vitb16_datacomp", "vitl14_datacomp"]
 RANK, ROWS, HOST = 17, 128, 8  # this rank; pairs on each; ranks of a host
+MEMORY = 40 << 30  # of a device
 
 
 @cache
@@ -53,27 +54,14 @@ def parameters(module: torch.nn.Module) -> int:
 
 
 @contextmanager
-def one_of(world: int, device: str = "cuda") -> Iterator[Ranks]:
-    """Make this process one rank of `world`, with collectives that do nothing."""
+def one_of(world: int) -> Iterator[Ranks]:
+    """Make this process one rank of `world` on CPUs, with collectives that do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=world)
     try:
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(HOST)):
-            yield Ranks(RANK, world, RANK % HOST, torch.device(device))
+            yield Ranks(RANK, world, RANK % HOST, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def without_data() -> Iterator[None]:
-    """Use fake tensors. What torch asks a GPU is answered, and of a ring only the first 32 steps run: all are alike."""
-    with (
-        mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
-        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
-        mock.patch("torch.cuda.is_bf16_supported", return_value=True),
-        mock.patch.object(RingColumns, "__iter__", first_blocks),
-        FakeTensorMode(allow_non_fake_inputs=True),
-    ):
-        yield
 
 
 def make_batch(config: Config, module: ClipTrainingModule, device: torch.device) -> dict:
@@ -101,9 +89,11 @@ def test_towers_have_their_numbers_of_parameters(name, image, layers):
 
 @on_fake_cuda
 @pytest.mark.parametrize("name", NAMES)
-def test_whole_forward_waits_for_no_device(name):
+def test_batch_and_whole_forward_wait_for_no_device(name):
     config, module = RECIPES[name], deepcopy(built(name)).train()
-    with one_of(config.data.batch // ROWS) as ranks, without_data():
+    world = config.data.batch // ROWS
+    with simulate_rank(world, RANK, host_syncs="raise", devices_per_host=HOST):
+        ranks = Ranks(RANK, world, RANK % HOST, torch.device("cuda", 0))
         module.to_empty(device="cuda")
         with autocast_context(config.parallel, ranks):
             batch = make_batch(config, module, ranks.device)
@@ -119,21 +109,28 @@ def test_whole_forward_waits_for_no_device(name):
 def bytes_of_the_loss(name: str, world: int) -> int:
     """The peak of live bytes on one rank of `world`, with the same number of pairs on each."""
     loss, width = deepcopy(built(name).pairs), RECIPES[name].model.width
-    with one_of(world), without_data():
+    # Of a ring only the first 32 steps run: all are alike.
+    with mock.patch.object(RingColumns, "__iter__", first_blocks), simulate_rank(world, RANK, device_memory=MEMORY) as ledger:
         loss.to_empty(device="cuda")
         images, text = (torch.empty(ROWS, width, device="cuda", requires_grad=True) for _ in "xy")
         concepts = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
-        with LiveBytes() as live:
-            loss(images, text, ids=concepts)
-    return live.most
+        loss(images, text, ids=concepts)
+    return ledger.peak_memory
 
 
 @on_fake_cuda
 @pytest.mark.parametrize("name", NAMES)
-def test_memory_of_the_loss_does_not_grow_with_the_number_of_ranks(name):
-    few, many = (bytes_of_the_loss(name, world) for world in (256, 4096))
-    all_features = 4096 * ROWS * RECIPES[name].model.width * 4
-    assert many <= few < all_features / 100, f"{few / 2**20:.1f} MiB of one of 256 ranks, {many / 2**20:.1f} MiB of one of 4096"
+def test_memory_of_the_loss_stops_growing_at_a_share_of_the_device(name):
+    """The features of all ranks are gathered while they and their gradients fit into the share; from there on they pass by."""
+    share = MEMORY * GATHER_SHARE
+    row = 2 * ROWS * RECIPES[name].model.width * 4  # of one rank, with its gradient
+    largest = int(share / row)
+    gathered, few, many = (bytes_of_the_loss(name, world) for world in (largest, largest + 1, 4 * largest))
+    assert share / 4 < gathered <= share, f"{gathered / 2**20:.1f} MiB of one of {largest} ranks"
+    all_features = 4 * largest * row
+    assert many <= few < all_features / 100, (
+        f"{few / 2**20:.1f} MiB of one more rank, {many / 2**20:.1f} MiB of four times as many"
+    )
 
 
 def test_sharded_model_trains_in_the_memory_of_one_device():
@@ -141,12 +138,12 @@ def test_sharded_model_trains_in_the_memory_of_one_device():
     name = "vitl14_datacomp"
     config, module = RECIPES[name], deepcopy(built(name)).train()
     blocks, total = len(list(find_repeated_blocks(module))), parameters(module)
-    with one_of(config.data.batch // ROWS, "cpu") as ranks:
+    with one_of(config.data.batch // ROWS) as ranks:
         model = parallelize(module, replace(config.parallel, compile=False), ranks)
         mesh = next(model.parameters()).device_mesh
         assert mesh.shape == (ranks.world_size // HOST, HOST) and mesh.mesh_dim_names == ("replicate", "shard")
         assert sum(parameter.to_local().numel() for parameter in model.parameters()) == pytest.approx(total / HOST, rel=0.01)
-        with without_data():
+        with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             batch = make_batch(config, module, ranks.device)
             with count_bytes() as traffic, LiveBytes() as live, autocast_context(config.parallel, ranks):

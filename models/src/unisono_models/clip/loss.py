@@ -12,6 +12,7 @@ from unisono.contrastive import ClipLoss, NTXentLoss, SigmoidLoss, SupConLoss, c
 from unisono_models.clip.config import LossConfig
 from unisono_models.clip.model import Clip
 from unisono_models.training.errors import UserError
+from unisono_models.training.phases import phase
 from unisono_models.training.randomness import dropout_keys, uniform, use_dropout_keys
 
 BatchPart = Literal["all", "images", "views", "text"]
@@ -43,7 +44,9 @@ class ClipTrainingModule(nn.Module):
         """Return the losses of a batch by name, with their weighted sum as "loss"; or the unit features of one part of it."""
         if part != "all":
             return self._encode(batch, part)
-        losses = self.losses(*(self._encode(batch, each) for each in self.parts), concepts=batch["concepts"])
+        features = [self._encode(batch, each) for each in self.parts]
+        with phase("loss"):
+            losses = self.losses(*features, concepts=batch["concepts"])
         if self.language is not None:
             losses["language"] = self._masked_language_loss(batch)
             losses["loss"] = losses["loss"] + self.config.language_weight * losses["language"]
@@ -93,22 +96,30 @@ def backward(model: nn.Module, module: ClipTrainingModule, batch: Mapping[str, A
     With loss.micro_batch the activations of that number of rows are in memory at a time (see cached_backward).
     """
     if not module.config.micro_batch:
-        losses: dict[str, Tensor] = model(batch)
-        losses["loss"].backward()
+        with phase("forward"):
+            losses: dict[str, Tensor] = model(batch)
+        with phase("backward"):
+            losses["loss"].backward()
         return {name: value.detach() for name, value in losses.items()}
 
     found: dict[str, Tensor] = {}
 
     def loss(*features: Tensor) -> Tensor:
-        found.update(module.losses(*features, concepts=batch["concepts"]))
+        with phase("loss"):
+            found.update(module.losses(*features, concepts=batch["concepts"]))
         return found["loss"]
 
     def encoder(part: BatchPart) -> Callable[[Any], Any]:
-        return lambda rows: model(rows, part)
+        def encode(rows: Any) -> Any:
+            with phase("forward"):
+                return model(rows, part)
+
+        return encode
 
     encoders = [encoder(part) for part in module.parts]
     batches = [{key: batch[key] for key in (part, "index", "step", "seed")} for part in module.parts]
-    cached_backward(encoders, batches, loss, micro_batch=module.config.micro_batch, modules=[model])
+    with phase("backward"):
+        cached_backward(encoders, batches, loss, micro_batch=module.config.micro_batch, modules=[model])
     return {name: value.detach() for name, value in found.items()}
 
 

@@ -178,6 +178,6 @@ def vitl14_datacomp() -> Config:
         run=replace(config.run, steps=62_500),
         model=replace(config.model, image=image, width=768),
         data=replace(config.data, batch=16_384),
-        loss=LossConfig(same_concept="masked", exchange="ring"),
+        loss=LossConfig(same_concept="masked"),
         parallel=parallel,
     )

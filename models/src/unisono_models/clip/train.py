@@ -1,9 +1,10 @@
 """Train the contrastive model: torchrun --nproc-per-node N -m unisono_models.clip train [RECIPE] [--field VALUE …]"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unisono_models.clip.config import Config
 from unisono_models.clip.data.dataset import describe_sizes, open_dataset
@@ -18,10 +19,12 @@ from unisono_models.clip.optimizer import make_optimizer, set_learning_rate
 from unisono_models.clip.recipes import RECIPES
 from unisono_models.clip.report import write_run_report
 from unisono_models.datasets.skip_report import SkipReport
+from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.object_collectives import raise_together
 from unisono_models.training.distributed.parallel import autocast_context, parallelize, parameter_dtype
 from unisono_models.training.errors import UserError
 from unisono_models.training.loop import Session, TrainingLoop, start_session
+from unisono_models.training.phases import phase
 from unisono_models.training.randomness import derive_seed
 from unisono_models.training.sampler import StepSampler
 
@@ -91,18 +94,15 @@ def train(config: Config, session: Session) -> None:
             skipped.add(pairs)
             if step == loop.first_step:  # before the loss of a batch in which nothing could be read
                 skipped.check(config.data.max_broken)
-            batch = batch_maker.make(pairs, step=step, epoch=sampler.epoch_of(step))
+            with phase("data"):
+                batch = batch_maker.make(pairs, step=step, epoch=sampler.epoch_of(step))
             lr = set_learning_rate(optimizer, config.optimizer, step, loop.steps)
             model.train()
-            with autocast_context(config.parallel, ranks):
-                if loop.just_resumed:
+            if loop.just_resumed:
+                with autocast_context(config.parallel, ranks):
                     backward(model, module, batch)
-                    optimizer.zero_grad()
-                losses = backward(model, module, batch)
-            if config.optimizer.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(module.parameters(), config.optimizer.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+                optimizer.zero_grad()
+            losses = train_step(model, module, optimizer, batch, config, ranks)
             shown = losses if len(losses) > 2 else {"loss": losses["loss"]}  # a single loss is their sum
             loop.log({**shown, "scale": module.pairs.scale, "lr": lr}, samples=len(sampler.at(step)))
 
@@ -116,3 +116,22 @@ def train(config: Config, session: Session) -> None:
             return
         metrics = loop.final_metrics(lambda: evaluate(encoder, datasets.tests))
     write_run_report(session.directory, config, module, encoder, dataset, datasets, metrics, skipped)
+
+
+def train_step(
+    model: nn.Module,
+    module: ClipTrainingModule,
+    optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, Any],
+    config: Config,
+    ranks: Ranks,
+) -> dict[str, Tensor]:
+    """Take one step with this rank's `batch`, and return its losses. `model`: `module` as DDP or FSDP2 wraps it."""
+    with autocast_context(config.parallel, ranks):
+        losses = backward(model, module, batch)
+    with phase("optimizer"):
+        if config.optimizer.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), config.optimizer.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

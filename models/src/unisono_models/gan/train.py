@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.optim import Adam
 
 from unisono.dataparallel import GradientSync
 from unisono_models.gan.config import Config, OptimizerConfig
 from unisono_models.gan.data.dataset import build_datasets
-from unisono_models.gan.data.loader import BatchLoader
+from unisono_models.gan.data.loader import Batch, BatchLoader
 from unisono_models.gan.evaluate import Evaluator, describe_small_sets, validate_counts
 from unisono_models.gan.feature_extractor import FILE, load_or_train_feature_extractor
 from unisono_models.gan.loss import GAN
@@ -19,6 +20,7 @@ from unisono_models.gan.recipes import RECIPES
 from unisono_models.gan.report import save_sample_grid, write_run_report
 from unisono_models.training.errors import UserError
 from unisono_models.training.loop import Session, TrainingLoop, start_session
+from unisono_models.training.phases import phase
 from unisono_models.training.randomness import derive_seed
 from unisono_models.training.sampler import StepSampler
 from unisono_models.training.schedule import is_due, learning_rate_factor
@@ -41,25 +43,15 @@ def train(config: Config, session: Session) -> None:
 
     torch.manual_seed(derive_seed(seed, "weights"))  # the same weights on every rank
     gan = GAN(config.model, config.loss, **datasets.shapes(condition), augment=config.augment).to(ranks.device, dtype)
-    average = start_average(gan.generator)
-    networks = {"discriminator": gan.discriminator, "generator": gan.generator}
-    optimizers = {name: make_optimizer(network, config.optimizer) for name, network in networks.items()}
-    syncs = {name: GradientSync(network.parameters()) for name, network in networks.items()}
+    train_step = TrainStep(gan, config)
+    average = train_step.average
     extractor = load_or_train_feature_extractor(run.path / FILE, datasets, config.evaluation, ranks, watchdog)
     evaluator = Evaluator(datasets, extractor, ranks, watchdog, config.evaluation, conditional=condition != "none")
     sampler = StepSampler(len(datasets.train), config.data.batch, seed)
     batches = BatchLoader(datasets.train, condition, sampler, config.model.noise, seed, ranks, dtype, config.augment)
     generate = partial(generate_for_evaluation, average, datasets.train, seed=seed)
 
-    def update(name: str, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Take a step with one of the networks, with the gradients of all ranks."""
-        losses.pop("loss").backward()
-        syncs[name]()
-        optimizers[name].step()
-        optimizers[name].zero_grad()
-        return {f"loss/{name}": losses.pop("adversarial"), **{f"{name}/{term}": loss for term, loss in losses.items()}}
-
-    with TrainingLoop(session, gan, optimizers, extra={"average": average}) as loop:
+    with TrainingLoop(session, gan, train_step.optimizers, extra={"average": average}) as loop:
         if loop.first_step and loop.state["data"] != datasets.fingerprint:
             raise UserError(
                 f"--data.source {config.data.source} has other images now than when the run began. Restore them, or begin "
@@ -76,14 +68,12 @@ def train(config: Config, session: Session) -> None:
             loop.say(f"accuracy of the feature extractor on the test set: {extractor.accuracy:.1%}")
             save_sample_grid(run, average, datasets, step=0, seed=seed)
         for step in loop:
-            batch = batches.at(step)
-            lr = set_learning_rate(optimizers, config, step)
-            fakes = gan.generator(batch.noise, batch.condition)
-            losses = update("discriminator", gan.discriminator_loss(batch, fakes, gamma=penalty_weight(config, step)))
-            losses |= update("generator", gan.generator_loss(batch, fakes))
+            with phase("data"):
+                batch = batches.at(step)
+            lr = set_learning_rate(train_step.optimizers, config, step)
             batch_size = sum(batch.sizes)
             seen += batch_size
-            update_average(average, gan.generator, batch=batch_size, seen=seen, half_life=config.optimizer.half_life)
+            losses = train_step(batch, step=step, seen=seen)
             loop.log({**losses, "lr": lr}, samples=batch_size)
 
             if loop.finished or is_due(loop.done, config.evaluation.images_every):
@@ -96,6 +86,43 @@ def train(config: Config, session: Session) -> None:
             return
         metrics = loop.final_metrics(lambda: evaluator(generate))
     write_run_report(run, config, average, datasets, evaluator, metrics)
+
+
+class TrainStep:
+    """Takes the steps: the discriminator's, the generator's, and that of the moving average of the generator's weights."""
+
+    def __init__(self, gan: GAN, config: Config) -> None:
+        networks = {"discriminator": gan.discriminator, "generator": gan.generator}
+        self.gan, self.config = gan, config
+        self.average = start_average(gan.generator)
+        self.optimizers = {name: make_optimizer(network, config.optimizer) for name, network in networks.items()}
+        self._syncs = {name: GradientSync(network.parameters()) for name, network in networks.items()}
+
+    def __call__(self, batch: Batch, *, step: int, seen: int) -> dict[str, Tensor]:
+        """Take one step with this rank's `batch`, and return its losses. `seen`: the training images so far, these included."""
+        gan, config = self.gan, self.config
+        with phase("forward"):
+            fakes = gan.generator(batch.noise, batch.condition)
+            judged = gan.discriminator_loss(batch, fakes, gamma=penalty_weight(config, step))
+        losses = self._update("discriminator", judged)
+        with phase("forward"):
+            judged = gan.generator_loss(batch, fakes)
+        losses |= self._update("generator", judged)
+        with phase("optimizer"):
+            half_life = config.optimizer.half_life
+            update_average(self.average, gan.generator, batch=sum(batch.sizes), seen=seen, half_life=half_life)
+        return losses
+
+    def _update(self, name: str, losses: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take a step with one of the networks, with the gradients of all ranks."""
+        with phase("backward"):
+            losses.pop("loss").backward()
+        with phase("sync"):
+            self._syncs[name]()
+        with phase("optimizer"):
+            self.optimizers[name].step()
+            self.optimizers[name].zero_grad()
+        return {f"loss/{name}": losses.pop("adversarial"), **{f"{name}/{term}": loss for term, loss in losses.items()}}
 
 
 def make_optimizer(network: torch.nn.Module, config: OptimizerConfig) -> Adam:

@@ -18,6 +18,7 @@ from unisono_models.recommender.model.click_model import ClickModel, table_width
 from unisono_models.recommender.model.tables import EmbeddingTables
 from unisono_models.recommender.model.two_tower import TwoTower
 from unisono_models.training.errors import UserError
+from unisono_models.training.phases import phase
 from unisono_models.training.randomness import dropout_keys, replace_dropout, use_dropout_keys
 
 
@@ -55,7 +56,8 @@ class TrainingModule(nn.Module):
         ids = batch.ids[model.config.items[0]]
         assert self.log_q is not None and isinstance(ids, Tensor)
         log_q = model.config.log_q * self.log_q[ids]
-        return {"loss": retrieval_loss(users, items, log_q, temperature=model.config.temperature, ids=ids)}
+        with phase("loss"):
+            return {"loss": retrieval_loss(users, items, log_q, temperature=model.config.temperature, ids=ids)}
 
     def prefetch(self, batch: Batch) -> None:
         """Begin to look up the batch of the next call: see EmbeddingCollection.prefetch."""
@@ -90,8 +92,13 @@ def retrieval_loss(users: Tensor, items: Tensor, log_q: Tensor, *, temperature: 
     return clip_loss(x, y, scale, ids=ids, same_id="masked", direction="x_to_y")
 
 
-def build_training_module(config: Config, datasets: Datasets, *, dtype: torch.dtype, device: torch.device) -> TrainingModule:
-    """Build the model of the config with its initial weights: the same on every rank. All ranks call."""
+def build_training_module(
+    config: Config, datasets: Datasets, *, dtype: torch.dtype, device: torch.device, log_q: Tensor | None = None
+) -> TrainingModule:
+    """Build the model of the config with its initial weights: the same on every rank. All ranks call.
+
+    log_q: of a two_tower. None counts the items of the training data.
+    """
     towers = config.model.kind == "two_tower"
     features = tuple(feature for feature in datasets.features if feature.kind != "number")
     if towers:
@@ -111,7 +118,7 @@ def build_training_module(config: Config, datasets: Datasets, *, dtype: torch.dt
         device=device,
     )
     if towers:
-        log_q = _item_log_frequencies(datasets, config).to(device, dtype)
+        log_q = _item_log_frequencies(datasets, config).to(device, dtype) if log_q is None else log_q
         module = TrainingModule(TwoTower(config.model, tables), seed=config.run.seed, log_q=log_q)
     else:
         model = ClickModel(config.model, datasets.features, tables)

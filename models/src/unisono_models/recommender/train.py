@@ -1,8 +1,9 @@
 """Train the recommender: torchrun --nproc-per-node N -m unisono_models.recommender train [RECIPE] [--field VALUE …]"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor, nn
 
 from unisono_models.datasets.skip_report import SkipReport
 from unisono_models.recommender.config import Config, OptimizerConfig
@@ -15,9 +16,11 @@ from unisono_models.recommender.loss import TrainingModule, build_training_modul
 from unisono_models.recommender.protocols import apply_protocol, check_labels, complete_config
 from unisono_models.recommender.recipes import RECIPES
 from unisono_models.recommender.report import write_run_report
+from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.parallel import autocast_context, parallelize, parameter_dtype
 from unisono_models.training.errors import UserError
 from unisono_models.training.loop import Session, TrainingLoop, start_session
+from unisono_models.training.phases import phase
 from unisono_models.training.randomness import derive_seed
 from unisono_models.training.schedule import learning_rate_factor
 
@@ -75,16 +78,10 @@ def train(config: Config, session: Session) -> None:
                 skipped.add(batch)
             lr = set_learning_rates(module, optimizers, config, step)
             module.train()
-            with autocast_context(config.parallel, ranks):
-                if loop.just_resumed and dense:
+            if loop.just_resumed and dense:
+                with autocast_context(config.parallel, ranks):
                     arrange_ddp_buckets(model, optimizers, batch, step)
-                losses = model(batch, step=step)
-            if config.tables.prefetch and next_batch is not None:
-                module.prefetch(next_batch)
-            losses["loss"].backward()  # the optimizer of the tables steps in here
-            for optimizer in optimizers.values():
-                optimizer.step()
-                optimizer.zero_grad()
+            losses = train_step(model, module, optimizers, batch, config, ranks, step=step, next_batch=next_batch)
             loop.log({**losses, "lr": lr}, samples=datasets.train.size_of(step))
 
             if loop.evaluation_due:
@@ -106,6 +103,31 @@ def train(config: Config, session: Session) -> None:
             metrics = {**evaluator("valid"), "best_step": float(best_step)}
         metrics |= loop.record(evaluator("test"))  # once, at the end: nothing is chosen by it
     write_run_report(session.directory, config, evaluator, metrics, skipped, notes)
+
+
+def train_step(
+    model: nn.Module,
+    module: TrainingModule,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    batch: Batch,
+    config: Config,
+    ranks: Ranks,
+    *,
+    step: int,
+    next_batch: Batch | None = None,
+) -> dict[str, Tensor]:
+    """Take one step with this rank's `batch`, and return its losses. `model`: `module` as DDP wraps it."""
+    with autocast_context(config.parallel, ranks), phase("forward"):
+        losses: dict[str, Tensor] = model(batch, step=step)
+    if config.tables.prefetch and next_batch is not None:
+        module.prefetch(next_batch)
+    with phase("backward"):
+        losses["loss"].backward()  # the optimizer of the tables steps in here
+    with phase("optimizer"):
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
 
 
 def check_settings(config: Config) -> None:

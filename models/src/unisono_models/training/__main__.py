@@ -4,6 +4,10 @@ from unisono_models.training.commands import run_command
 
 COMMANDS = {
     "launch": ("unisono_models.training.distributed.torchrun", "Train a model on this machine: MODEL [--nproc N] [RECIPE] ..."),
+    "simulate": (
+        "unisono_models.training.simulate.command",
+        "Say what a rank of many GPUs would need and do in a step: MODEL [RECIPE] [--hosts H] [--gpus G] ...",
+    ),
     "reproduce": ("unisono_models.training.run.reproduce", "Repeat a run from its directory and compare the numbers."),
     "compare": ("unisono_models.training.run.compare", "Print the metrics of several runs, of any models, as one table."),
 }

@@ -8,6 +8,7 @@ from torch.nn.functional import affine_grid, grid_sample, pad
 
 from unisono_models.clip.config import AugmentConfig
 from unisono_models.training.randomness import uniform
+from unisono_models.training.to_device import to_device
 
 
 def augment(images: Tensor, *, seed: int, epoch: int, index: Tensor, config: AugmentConfig) -> Tensor:
@@ -78,11 +79,12 @@ def _outline(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
 
 def _change_colours(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
     """Apply hue, saturation, contrast and brightness as one matrix for each image."""
-    luma = images.new_tensor([0.299, 0.587, 0.114])
+    luma = to_device(torch.tensor([0.299, 0.587, 0.114], dtype=images.dtype), images.device)
     turn = _between(draws[:, 8], config.hue) * (2 * math.pi)
     cos, sin = torch.cos(turn)[:, None, None], torch.sin(turn)[:, None, None]
     third = torch.full((3, 3), 1 / 3, device=images.device)
-    cross = images.new_tensor([[0, -1, 1], [1, 0, -1], [-1, 1, 0]]) / math.sqrt(3)
+    across = torch.tensor([[0, -1, 1], [1, 0, -1], [-1, 1, 0]], dtype=images.dtype)
+    cross = to_device(across, images.device) / math.sqrt(3)
     hue = cos * torch.eye(3, device=images.device) + (1 - cos) * third + sin * cross  # a rotation about the grey axis
     amount = torch.where(draws[:, 9] < config.gray, 0.0, 1 + _between(draws[:, 10], config.saturation))[:, None, None]
     saturation = amount * torch.eye(3, device=images.device) + (1 - amount) * luma.expand(3, 3)

@@ -16,6 +16,7 @@ from unisono_models.clip.config import AugmentConfig
 from unisono_models.clip.data.augment import augment
 from unisono_models.clip.data.pairs import PairBatch, Pairs, SubsetPairs
 from unisono_models.training.randomness import derive_seed
+from unisono_models.training.to_device import to_device
 
 
 def load_steps(
@@ -136,12 +137,12 @@ class BatchMaker:
     """Also make a second view of each image."""
 
     def make(self, pairs: PairBatch, *, step: int, epoch: int) -> dict[str, Any]:
-        images = pairs.images.to(self.device, non_blocking=True)  # without elements if the features are cached
-        index = pairs.index.to(self.device, non_blocking=True)
+        images = to_device(pairs.images, self.device)  # without elements if the features are cached
+        index = to_device(pairs.index, self.device)
         batch = {
             "images": self._view(images, index, epoch, number=0),
-            "text": self.prepare_text(pairs.captions).to(self.device, non_blocking=True),
-            "concepts": pairs.concepts.to(self.device, non_blocking=True),
+            "text": to_device(self.prepare_text(pairs.captions), self.device),
+            "concepts": to_device(pairs.concepts, self.device),
             "index": index,
             "step": step,
             "seed": self.seed,

@@ -94,6 +94,14 @@ def make_tokenizer(config: TextConfig, captions: Iterable[str]) -> CaptionTokeni
     return CaptionTokenizer(_train_tokenizer(captions, config.vocabulary), tokens=config.tokens)
 
 
+def placeholder_tokenizer(vocabulary: int, *, tokens: int) -> CaptionTokenizer:
+    """Make a tokenizer of `vocabulary` words that no caption has, for a simulation: only its size matters."""
+    from tokenizers import Tokenizer, models
+
+    words = {f"word {number}": number for number in range(1, vocabulary)} | {"[MASK]": 0}
+    return CaptionTokenizer(Tokenizer(models.WordLevel(words, unk_token="[MASK]")), tokens=tokens)
+
+
 def _train_tokenizer(captions: Iterable[str], vocabulary: int) -> Any:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 

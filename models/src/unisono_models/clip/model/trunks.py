@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +325,20 @@ def make_text_trunk(config: TextConfig, *, vocabulary: int) -> Any:
             raise UserError(f"--model.text.config: {_first_line(error)}") from error
     with loading_text_model(config.model):
         return transformers.AutoModel.from_pretrained(find_transformers_folder(config.model), config=settings)
+
+
+def without_weights(config: ClipConfig) -> tuple[ClipConfig, int]:
+    """Return the config of the same towers with random weights, and the vocabulary size of their tokenizer.
+
+    Of `text.model` only the config is read. The towers then have the right shapes, for a simulation.
+    """
+    text, image = config.text, replace(config.image, pretrained="")
+    if not text.model:
+        return replace(config, image=image), text.vocabulary
+    settings = _text_settings(text, 0)
+    fields = {key: value for key, value in settings.to_dict().items() if is_text_field(key)}
+    vocabulary = int(settings.vocab_size) if text.tokenizer == "model" else text.vocabulary
+    return replace(config, image=image, text=replace(text, model="", config=fields)), vocabulary
 
 
 def describe_text_model(config: TextConfig, settings: Any) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from unisono.embedding import Ragged
 from unisono_models.datasets.skip_report import SkippedSample
 from unisono_models.recommender.data.features import Feature
+from unisono_models.training.to_device import to_device
 
 Ids: TypeAlias = Tensor | Ragged
 
@@ -38,9 +39,9 @@ class Batch:
         """Move to `device`; convert numbers and labels to `dtype`."""
         return Batch(
             {name: move_ids(x, device) for name, x in self.ids.items()},
-            self.numbers.to(device, dtype, non_blocking=True),
-            self.labels.to(device, dtype, non_blocking=True),
-            self.index.to(device, non_blocking=True),
+            to_device(self.numbers, device, dtype),
+            to_device(self.labels, device, dtype),
+            to_device(self.index, device),
             self.skipped,
         )
 
@@ -79,9 +80,9 @@ def move_ids(ids: Tensor, device: torch.device) -> Tensor: ...
 def move_ids(ids: Ragged, device: torch.device) -> Ragged: ...
 def move_ids(ids: Ids, device: torch.device) -> Ids:
     if isinstance(ids, Ragged):
-        values = ids.values.to(device, non_blocking=True)
-        return ids._replace(values=values, offsets=ids.offsets.to(device, non_blocking=True))
-    return ids.to(device, non_blocking=True)
+        values = to_device(ids.values, device)
+        return ids._replace(values=values, offsets=to_device(ids.offsets, device))
+    return to_device(ids, device)
 
 
 def cat_ids(parts: Sequence[Ids]) -> Ids:

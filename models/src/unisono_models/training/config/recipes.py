@@ -50,6 +50,7 @@ class Recipes(Generic[Config]):
         typed, to the config of the run. It may take back what the recipe has chosen for something that was replaced."""
         self.model, self.kind, self.adapt = model, kind, adapt
         self.recipes: dict[str, Callable[[], Config]] = {}
+        self._prog = ""  # the command that help and errors name
 
     def add(self, recipe: Callable[[], Config]) -> Callable[[], Config]:
         """Register `recipe` under its function name. --help shows its docstring."""
@@ -61,15 +62,16 @@ class Recipes(Generic[Config]):
             raise KeyError(f"{self.model} has no recipe {name!r}; it has {', '.join(self.recipes)}")
         return self.recipes[name]()
 
-    def choose(self, args: Sequence[str] | None = None) -> tuple[str, Config]:
+    def choose(self, args: Sequence[str] | None = None, *, command: str = "train") -> tuple[str, Config]:
         """Return the name of the recipe that the command line chooses, and its config with the fields that it changes.
 
         The command line is `[RECIPE] [--field VALUE …]`, or `--config RUN [--field VALUE …]` with the directory of a run or its
-        config.json.
+        config.json. `command`: the one that help and errors name.
 
         Raises: SystemExit with status 2, after rank 0 has printed what is wrong with the command line.
         """
         is_rank_0 = process_rank() == 0
+        self._prog = f"python -m unisono_models.{self.model} {command}"
         try:
             return self._parse(list(sys.argv[1:] if args is None else args), is_rank_0)
         except SystemExit as end:
@@ -150,10 +152,6 @@ class Recipes(Generic[Config]):
         if verbose:
             print(f"{self._prog}: {text}\nFor help: {self._prog} --help", file=sys.stderr)
         raise SystemExit(2)
-
-    @property
-    def _prog(self) -> str:
-        return f"python -m unisono_models.{self.model} train"
 
 
 def _typed_fields(args: Sequence[str]) -> set[str]:

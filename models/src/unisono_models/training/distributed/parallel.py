@@ -38,7 +38,7 @@ def parallelize(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Mo
         for block in blocks:
             block.compile(dynamic=True)
     if config.checkpoint_activations:  # outside of what is compiled, since the compiler does not know our dropout keys
-        _checkpoint(model, blocks)
+        checkpoint_blocks(model, blocks)
     if not dist.is_initialized():
         return model
     if config.kind == "ddp":
@@ -84,7 +84,8 @@ def find_repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield block
 
 
-def _checkpoint(model: nn.Module, blocks: list[nn.Module]) -> None:
+def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Let the backward recompute the activations of these blocks, with the same dropout."""
     chosen = {id(block) for block in blocks}
     wrap = partial(checkpoint_wrapper, context_fn=recompute_with_same_dropout, preserve_rng_state=False)
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: id(module) in chosen)

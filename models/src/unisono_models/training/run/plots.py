@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -109,6 +109,11 @@ def _series(lines: Sequence[dict[str, Json]], kind: str) -> dict[str, Points]:
 
 
 def _draw(panel: Panel, theme: Theme) -> bytes:
+    return draw_figure(lambda figure: _fill(figure, panel, theme), theme=theme)
+
+
+def draw_figure(fill: Callable[[Figure], None], *, theme: Theme = "light", size: tuple[float, float] = (6.4, 3.4)) -> bytes:
+    """Draw a PNG in the style of all plots of this package. `fill` draws into the empty figure, of `size` inches."""
     import matplotlib  # slow to import: only when something is drawn
     from matplotlib.figure import Figure  # not pyplot, which has a state and picks a window system
 
@@ -131,8 +136,8 @@ def _draw(panel: Panel, theme: Theme) -> bytes:
         "axes.spines.left": False,
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(6.4, 3.4), dpi=160, layout="constrained")
-        _fill(figure, panel, theme)
+        figure = Figure(figsize=size, dpi=160, layout="constrained")
+        fill(figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", metadata={"Software": None})  # the same curves are the same file
     return buffer.getvalue()

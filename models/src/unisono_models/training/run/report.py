@@ -170,23 +170,24 @@ def write_report(
             final = _final(run.path, lines) if summary is None else dict(summary)
             body = [
                 _header(title, intro, run.path),
-                _highlights(final, highlights),
-                _section("Samples", "".join(embed_image(image.path, image.caption) for image in images), "images"),
-                *(_section(heading, html_table(rows)) for heading, rows in (tables or {}).items() if rows),
-                _section("Curves", _curves(run, lines), "curves"),
-                _section(
+                html_numbers(final, highlights),
+                html_section("Samples", "".join(embed_image(image.path, image.caption) for image in images), "images"),
+                *(html_section(heading, html_table(rows)) for heading, rows in (tables or {}).items() if rows),
+                html_section("Curves", _curves(run, lines), "curves"),
+                html_section(
                     "Final metrics",
                     key_value_table({readable_name(name): value for name, value in final.items()}) if final else "",
                 ),
                 _reproduction(run.path),
-                _section("Notes", _notes(notes)),
+                html_section("Notes", html_notes(notes)),
                 "<footer>Written by unisono-models.</footer>",
             ]
-            atomic_write(path, _page(f"{title} ({run.path.name})", "\n".join(part for part in body if part)))
+            atomic_write(path, html_page(f"{title} ({run.path.name})", "\n".join(part for part in body if part)))
     return path
 
 
-def _page(title: str, body: str) -> str:
+def html_page(title: str, body: str) -> str:
+    """Return a whole page with the style of the reports, which loads nothing and runs nothing."""
     style = resources.files(__package__).joinpath("report.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -213,7 +214,8 @@ def _header(title: str, intro: str, path: Path) -> str:
     return f'<header><h1>{escape(title)}</h1>{paragraphs}<ul class="facts">{chips}</ul></header>'
 
 
-def _highlights(final: Mapping[str, float], chosen: Sequence[str]) -> str:
+def html_numbers(final: Mapping[str, object], chosen: Sequence[str] = ()) -> str:
+    """Format some values large: those in `chosen`, or the first four."""
     names = [name for name in chosen if name in final] or list(final)[:4]
     cards = [
         f"<div><dt>{escape(readable_name(name))}</dt><dd>{escape(format_number(final[name]))}</dd></div>" for name in names
@@ -225,9 +227,15 @@ def _curves(run: RunDirectory, lines: Sequence[dict[str, Json]]) -> str:
     light = write_plots(run.path, run.plots)
     dark = draw_plots(lines, theme="dark")
     return "".join(
-        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{data_url(dark[name])}">'
-        f'<img src="{data_url(path.read_bytes())}" alt="{escape(readable_name(name))} over steps"></picture></figure>'
-        for name, path in light.items()
+        html_plot(path.read_bytes(), dark[name], f"{readable_name(name)} over steps") for name, path in light.items()
+    )
+
+
+def html_plot(light: bytes, dark: bytes, description: str) -> str:
+    """Return a plot that follows the colour scheme of the reader."""
+    return (
+        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{data_url(dark)}">'
+        f'<img src="{data_url(light)}" alt="{escape(description)}"></picture></figure>'
     )
 
 
@@ -252,14 +260,16 @@ def _reproduction(path: Path) -> str:
         heading = "Provenance" if len(starts) == 1 else f"Provenance of start {place} of {len(starts)}"
         shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in _flat(start).items()}
         parts.append(f"<details><summary>{heading}</summary>{key_value_table(shown, code=True)}</details>")
-    return _section("How to reproduce", "".join(parts))
+    return html_section("How to reproduce", "".join(parts))
 
 
-def _notes(notes: Sequence[str]) -> str:
+def html_notes(notes: Sequence[str]) -> str:
+    """Format `notes` as a list."""
     return '<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>" if notes else ""
 
 
-def _section(heading: str, content: str, kind: str = "") -> str:
+def html_section(heading: str, content: str, kind: str = "") -> str:
+    """Return a section, or nothing if it has no content. `kind` is a class of report.css for the content."""
     if not content:
         return ""
     inner = f'<div class="{kind}">{content}</div>' if kind else content

@@ -1,0 +1,91 @@
+"""The command simulate: all models, what it writes, and a stranger's mistakes."""
+
+import json
+
+import pytest
+import torch
+
+from unisono_models.training.errors import UserError
+from unisono_models.training.simulate.command import main
+
+pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
+
+
+def run(tmp_path, *args: str) -> dict:
+    main([*args, "--no-growth", "--out", str(tmp_path)])
+    page = (tmp_path / "index.html").read_text()
+    assert "a model, not a measurement" in page and "<script" not in page
+    return json.loads((tmp_path / "simulation.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("clip", "tiny"),
+        ("clip", "emoji"),  # frozen towers of packages, whose weights are not loaded
+        ("clip", "tiny", "--model.image.model", "resnet18", "--loss.kind", "sigmoid", "--loss.view-weight", "0.1"),
+        ("clip", "tiny", "--parallel.kind", "fsdp", "--parallel.precision", "bfloat16", "--parallel.checkpoint-activations"),
+        ("clip", "tiny", "--loss.micro-batch", "2"),
+        ("gan", "emoji_text", "--data.batch", "48"),
+        ("gan", "images64", "--data.source", "/no/such/folder", "--data.batch", "32"),
+        ("recommender", "tiny"),
+        ("recommender", "two_tower"),
+        ("recommender", "criteo", "--tables.plan", "column"),
+        ("recommender", "fm", "--data.source", "/no/table.csv", "--data.features", "user:id:100000", "item:id:20000"),
+    ],
+    ids=lambda args: " ".join(args[:2]) if isinstance(args, tuple) else None,
+)
+def test_every_model_takes_a_step(tmp_path, args, capsys):
+    found = run(tmp_path, *args, "--hosts", "2", "--gpus", "4")
+    seconds, memory = found["modelled_seconds"], found["memory"]
+    assert found["ranks"] == 8 and found["kernels"] > 50 and found["bytes_touched"] > 0
+    assert seconds["estimate"] >= seconds["lower_bound"] > 0
+    assert memory["optimizer"] + memory["tables"] > 0 and memory["weights"] + memory["tables"] > 0
+    assert found["collectives"] > 0 and found["link_bytes"] > 0 and found["nic_bytes"] > 0
+    assert "It fits" in capsys.readouterr().out
+
+
+def test_growth_is_shown_from_1_to_4096_ranks(tmp_path):
+    main(["gan", "tiny", "--gpus", "8", "--out", str(tmp_path), "--scaling", "weak"])
+    growth = json.loads((tmp_path / "simulation.json").read_text())["growth"]
+    assert [row["ranks"] for row in growth] == [1, 2, 4, 8, 16, 64, 256, 1024, 4096]
+    assert [row["batch"] for row in growth] == [8 * row["ranks"] for row in growth]
+    assert {row["rows"] for row in growth} == {8}
+    assert growth[0]["nic_bytes"] == growth[3]["nic_bytes"] == 0 < growth[4]["nic_bytes"] < growth[8]["nic_bytes"]
+    assert len({row["kernels"] for row in growth[1:]}) == 1
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("memory", "time", "bytes"))
+
+
+def test_a_setting_that_makes_it_fit_is_found_by_trying(tmp_path, capsys):
+    run(tmp_path, "clip", "tiny", "--data.batch", "4096", "--gpus", "4", "--gpu-memory", "0.2")
+    said = capsys.readouterr().out
+    assert "do not fit into 0.2 GB: trying other settings" in said
+    assert "It does not fit" in said and "Most of it is activations" in said
+    assert "With --loss.micro-batch " in said and "it fits" in said and "(tried)" in said
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["clap"], "there is no model 'clap': take clip, gan or recommender"),
+        (["clip", "tiny", "--hosts", "0"], "--hosts 0: must be a number, at least 1"),
+        (["clip", "tiny", "--gpus", "many"], "--gpus many: must be a number, at least 1"),
+        (["clip", "tiny", "--hardware", "tpu"], "--hardware tpu: must be one of h100, a100"),
+        (["clip", "tiny", "--gpu-memory", "-1"], "--gpu-memory -1: must be a number of GB above 0"),
+        (["clip", "tiny", "--hosts"], "--hosts needs a value"),
+        (["clip", "tiny", "--hosts", "100000"], "--hosts 100000 --gpus 8: 800,000 ranks are more than 65,536"),
+        (["recommender", "fm", "--data.source", "mine.csv"], "--data.source mine.csv: the simulation reads no data"),
+        (["recommender", "fm", "--data.features", "colour"], "--data.features: colour: the simulation reads no data"),
+        (["clip", "tiny", "--model.image.model", "vit_bse"], "--model.image.model vit_bse: timm has no such model"),
+    ],
+)
+def test_a_mistake_is_one_message(args, message):
+    with pytest.raises(UserError) as error:
+        main(args)
+    assert message in str(error.value)
+
+
+def test_a_wrong_recipe_names_the_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["clip", "tinny"])
+    assert "unisono_models.clip simulate: there is no recipe 'tinny'. Did you mean tiny?" in capsys.readouterr().err
