@@ -30,6 +30,11 @@ BENCHMARKS = {
         "Recommender",
         "a training step of DLRM against the same model with TorchRec's tables",
     ),
+    "gpu-ledger": (
+        "gpu_ledger.benchmark",
+        "GpuLedger",
+        "what one GPU of 8 to 1,024 does, counted without a GPU, against open_clip's and torch's",
+    ),
     "clip": ("clip.benchmark", "Clip", "a training step of CLIP against open_clip's own, with the same towers"),
 }
 USAGE = "\n".join(

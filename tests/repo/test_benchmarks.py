@@ -2,12 +2,14 @@
 
 import ast
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "scripts" / "benchmarks"
@@ -20,7 +22,9 @@ def _import_path():
     sys.path.remove(str(FOLDER.parent))
 
 
-@pytest.mark.parametrize("name", ["collectives", "contrastive", "dataparallel", "embedding", "recommender", "clip"])
+@pytest.mark.parametrize(
+    "name", ["collectives", "contrastive", "dataparallel", "embedding", "recommender", "gpu-ledger", "clip"]
+)
 def test_command_line_has_a_class_options_and_a_text(name, capsys):
     from benchmarks.__main__ import BENCHMARKS, benchmark_class, main
 
@@ -77,6 +81,35 @@ def test_report_command_writes_the_table_of_a_committed_report(tmp_path):
     assert len(written) > 3
     assert written == committed
     assert (tmp_path / f"{path.stem}.png").stat().st_size > 10_000
+
+
+GPU_LEDGER = [
+    ("CLIP loss", "64 rows of 512", "open_clip ClipLoss, local"),
+    ("Gather of a tree", "2 leaves, 1,024 rows of 1,024", "torch.distributed.nn.functional.all_gather, cat"),
+    ("Gradients", "ResNet-50", "torch DDP"),
+    ("Batch normalization", "32 images, 256 channels of 56 x 56", "torch SyncBatchNorm"),
+]
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
+@pytest.mark.parametrize(("job", "size", "peer"), GPU_LEDGER)
+def test_gpu_ledger_counts_the_same_again(job, size, peer):
+    """The peer's counts are the committed ones, and ours are the same twice."""
+    from benchmarks.gpu_ledger.contenders import JOBS, count
+
+    def row(name):
+        found = count(JOBS[job].contenders[name], JOBS[job].sizes[size], world_size=8)
+        found.pop("host_sync_lines")  # they name lines of the benchmark
+        return found
+
+    path = sorted((FOLDER / "results").glob("*-gpu-ledger.json"))[-1]
+    committed = json.loads(path.read_text())["cases"][f"{job}, {size}, W = 8"]
+    found = row(peer)
+    assert {key: committed[peer][key] for key in found} == found
+    ours = [name for name in JOBS[job].contenders if name.startswith("unisono")]
+    assert ours
+    for name in ours:
+        assert row(name) == row(name)
 
 
 def test_results_survive_json(tmp_path):

@@ -63,7 +63,8 @@ def test_uv_copies_a_package_and_what_it_needs(form, tmp_path):
     source = f"unisono-contrastive @ git+file://{ROOT}#subdirectory=packages/contrastive" if form == "git" else path
     environment = tmp_path / "empty"
     run(UV, "venv", "--quiet", "--python", sys.executable, environment)
-    run(UV, "pip", "install", "--quiet", "--python", environment, "--constraint", CONSTRAINTS, source)
+    fresh = [f"--refresh-package=unisono-{name}" for name in ("collectives", "contrastive")]  # uv keeps what it built before
+    run(UV, "pip", "install", "--quiet", *fresh, "--python", environment, "--constraint", CONSTRAINTS, source)
     code = f"{WORKS['contrastive']}; import unisono.collectives as c, unisono.contrastive as d; print(c.__file__, d.__file__)"
     files = run(environment / "bin" / "python", "-E", "-W", "ignore", "-c", code, cwd=tmp_path).split()
     assert all(Path(file).is_relative_to(environment) for file in files)
