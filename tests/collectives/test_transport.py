@@ -196,6 +196,7 @@ def test_padding_is_chosen_by_what_all_ranks_know():
     assert not is_padded([2000] * 32 + [1000] * 32, 1 << 14), "large: the padding takes longer than the broadcasts"
 
 
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
 def test_kernels_and_dtypes_of_a_padded_gather():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
