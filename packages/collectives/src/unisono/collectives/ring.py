@@ -17,7 +17,7 @@ class Ring:
 
     While a block is in use, the next one is being received. So communication overlaps with computation, and no rank holds
     more than two blocks. The tensors of one rank have the same first dimension; ranks may differ in it. `sizes`: the first
-    dimension on every rank, if known; otherwise it is exchanged.
+    dimension on every rank, if known, or "equal" if all ranks have the same; otherwise it is exchanged.
 
     Results for a block travel with it: call `add` with this rank's contribution after each block; `total` then returns
     what all ranks have added for this rank's own block.

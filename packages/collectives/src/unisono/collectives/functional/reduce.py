@@ -230,9 +230,9 @@ def reduce_scatter(
 ) -> Tensor:
     """Reduce `x` elementwise over the ranks, split the result along `dim`, and give every rank its part.
 
-    `sizes`: the length of each rank's part, which may be uneven; otherwise as even as possible, and one small message
-    makes sure that all ranks pass the same shape and dtype. `op` and `reduce_dtype`: as in all_reduce. On gloo 16-bit floats
-    are added in float32 anyway.
+    `sizes`: the length of each rank's part, which may be uneven, or "equal" for equal parts. Otherwise they are as even as
+    possible, and one small message makes sure that all ranks pass the same shape and dtype. `op` and `reduce_dtype`: as in
+    all_reduce. On gloo 16-bit floats are added in float32 anyway.
 
     Backward: all_gather, then the derivative of `op`, as in all_reduce. All ranks must run it.
 
