@@ -8,7 +8,7 @@ from unisono.collectives.autograd import LinearMap, apply
 from unisono.collectives.checks import validate_reduce_dtype
 from unisono.collectives.groups import process_group, resolve_group
 from unisono.collectives.testing import run_ranks
-from unisono.collectives.wire import all_reduce, reduce, reduce_scatter
+from unisono.collectives.wire import reduce, start_all_reduce, start_reduce_scatter
 
 TINY = 2.0**-9  # 1 + TINY is 1 in bfloat16, so adding in bfloat16 loses what other ranks hold
 
@@ -18,7 +18,10 @@ def sums(reduce_dtype: torch.dtype | None) -> list[list[float]]:
     pg = process_group(resolve_group(None))
     x = torch.tensor([1.0 if dist.get_rank() == 0 else TINY], dtype=torch.bfloat16)
     rows = x.repeat(dist.get_world_size())
-    results = all_reduce(x, pg, reduce_dtype), reduce_scatter(rows, [1] * len(rows), pg, reduce_dtype)
+    results = [
+        start_all_reduce(x, pg, reduce_dtype).result(),
+        start_reduce_scatter(rows, [1] * len(rows), pg, reduce_dtype).result(),
+    ]
     on_root = reduce(x, 0, pg, reduce_dtype)
     assert all(y.dtype is torch.bfloat16 for y in (*results, on_root))
     return [y.tolist() for y in (*results, on_root)]
@@ -35,7 +38,8 @@ def narrow_sums() -> list[float]:
     """float32 that is added in bfloat16 travels in half the bytes, and is rounded."""
     pg = process_group(resolve_group(None))
     x = torch.tensor([1 + TINY, 3.0])
-    return [y.item() for y in (all_reduce(x, pg, torch.bfloat16)[0], reduce_scatter(x, [1, 1], pg, torch.bfloat16)[0])]
+    both = start_all_reduce(x, pg, torch.bfloat16), start_reduce_scatter(x, [1, 1], pg, torch.bfloat16)
+    return [started.result()[0].item() for started in both]
 
 
 def test_a_narrower_reduce_dtype_rounds_what_is_sent():
@@ -60,7 +64,7 @@ def test_gradients_of_all_gather_are_added_in_reduce_dtype():
 
 def unsigned_on_gloo() -> list[int]:
     pg = process_group(resolve_group(None))
-    return reduce_scatter(torch.tensor([65535, 3], dtype=torch.uint16), [1, 1], pg).tolist()
+    return start_reduce_scatter(torch.tensor([65535, 3], dtype=torch.uint16), [1, 1], pg).result().tolist()
 
 
 def test_small_integers_are_added_in_a_wider_dtype():

@@ -79,6 +79,11 @@ def checks_enabled() -> bool:
     return not torch.compiler.is_compiling() and bool(_current_mode())
 
 
+def checks_enabled_at_run_time() -> bool:
+    """checks_enabled() also while torch.compile traces."""
+    return bool(_current_mode())
+
+
 def call_site() -> str:
     """Return the user's line if checks are enabled, otherwise "", which costs nothing."""
     mode = "" if torch.compiler.is_compiling() else _current_mode()

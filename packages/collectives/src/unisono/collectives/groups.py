@@ -91,6 +91,11 @@ def _backends_of(pg: ProcessGroup) -> dict[str, str]:
     return found
 
 
+def backend_or_none(device: torch.device, pg: ProcessGroup) -> str | None:
+    """Return the backend for tensors on `device`, or None if the group has none."""
+    return _backends_of(pg).get(device.type)
+
+
 def backend_for(device: torch.device, pg: ProcessGroup) -> str:
     """Return the backend for tensors on `device`: one group may have one for CPUs and another for GPUs."""
     backends = _backends_of(pg)

@@ -35,7 +35,7 @@ _STRIDE = 0x10  # from the tag of one tensor to that of the next in start_hop
 # Backends do not add these integers. In a wider dtype the sum is the same, and it wraps around on the way back.
 _SUM_DTYPES = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 # What every backend sends. torch's own collectives also take bool and complex, its messages do not.
-_SENT_AS_THEY_ARE = {
+SENT_AS_THEY_ARE = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.uint8, torch.int8, torch.int32, torch.int64),
 }
@@ -57,11 +57,14 @@ def as_bytes(rows: Tensor) -> Tensor:
 
 def payload(rows: Tensor) -> Tensor:
     """Return contiguous `rows` as they are sent: as bytes if backends do not know the dtype."""
-    return rows if rows.dtype in _SENT_AS_THEY_ARE else as_bytes(rows)
+    return rows if rows.dtype in SENT_AS_THEY_ARE else as_bytes(rows)
 
 
 class Started(NamedTuple):
-    """A collective that has begun. Nobody may touch its tensors, which `finish` keeps alive, until all works are done."""
+    """A collective that has begun. Nobody may touch its tensors, which `finish` keeps alive, until all works are done.
+
+    The functions that begin one take `async_op`: whether it gets a stream of its own, if the backend has streams.
+    """
 
     works: Sequence[dist.Work]
     finish: Callable[[], Tensor]
@@ -111,14 +114,9 @@ def is_staged(device: torch.device, pg: ProcessGroup) -> bool:
     return True
 
 
-def all_gather(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
-    """Return every rank's rows, in rank order. `sizes`: rows of each rank."""
-    return start_gather(x, sizes, pg, async_op=False).result()
-
-
 @_on_any_device
-def start_gather(x: Tensor, sizes: Sequence[int], pg: ProcessGroup, *, async_op: bool = True) -> Started:
-    """Begin what all_gather does. `async_op`: on a stream of its own, if the backend has streams."""
+def start_all_gather(x: Tensor, sizes: Sequence[int], pg: ProcessGroup, *, async_op: bool = True) -> Started:
+    """Begin to gather every rank's rows, in rank order. `sizes`: rows of each rank."""
     out = x.new_empty((sum(sizes), *x.shape[1:]))
     if out.numel() == 0:  # the same on every rank
         return Started((), lambda: out)
@@ -189,16 +187,11 @@ def _copy_parts(whole: Tensor, into: list[Tensor], source: list[Tensor]) -> Tens
     return whole
 
 
-def reduce_scatter(x: Tensor, sizes: Sequence[int], pg: ProcessGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """Return the sum over ranks of this rank's share of the rows. `sizes`: rows of each rank's share."""
-    return start_reduce_scatter(x, sizes, pg, reduce_dtype, async_op=False).result()
-
-
 @_on_any_device
 def start_reduce_scatter(
     x: Tensor, sizes: Sequence[int], pg: ProcessGroup, reduce_dtype: torch.dtype | None = None, *, async_op: bool = True
 ) -> Started:
-    """Begin what reduce_scatter does."""
+    """Begin to add this rank's share of the rows over the ranks. `sizes`: rows of each rank's share."""
     own = (sizes[pg.rank()], *x.shape[1:])
     if x.numel() == 0:  # the same on every rank
         return Started((), lambda: x.new_empty(own))
@@ -248,14 +241,9 @@ def sum_in_order(blocks: Sequence[Tensor], adds_in: torch.dtype | None = None) -
     return total.to(dtype)
 
 
-def all_reduce(x: Tensor, pg: ProcessGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """Return the sum over ranks, added in `reduce_dtype`."""
-    return start_sum(x, pg, reduce_dtype, async_op=False).result()
-
-
 @_on_any_device
-def start_sum(x: Tensor, pg: ProcessGroup, reduce_dtype: torch.dtype | None = None, *, async_op: bool = True) -> Started:
-    """Begin what all_reduce does."""
+def start_all_reduce(x: Tensor, pg: ProcessGroup, reduce_dtype: torch.dtype | None = None, *, async_op: bool = True) -> Started:
+    """Begin to add `x` over the ranks, in `reduce_dtype`."""
     out = x.to(sum_dtype(x, reduce_dtype), copy=True)
     return Started(_works(dist.all_reduce(out, group=pg, async_op=async_op)), lambda: out.to(x.dtype))
 
@@ -267,7 +255,7 @@ def sum_dtype(x: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
     return reduce_dtype
 
 
-def start_all_reduce(x: Tensor, pg: ProcessGroup) -> dist.Work:
+def start_all_reduce_(x: Tensor, pg: ProcessGroup) -> dist.Work:
     """Start to replace dense `x`, in place, by its sum over the ranks. Do not touch it before you have waited for the work."""
     refuse_make_fx("all_reduce")
     work = dist.all_reduce(x, group=pg, async_op=True)
@@ -292,16 +280,11 @@ def reduce(x: Tensor, root: int, pg: ProcessGroup, reduce_dtype: torch.dtype | N
     return out.to(x.dtype) if pg.rank() == root else torch.zeros_like(x)
 
 
-def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], pg: ProcessGroup) -> Tensor:
-    """Send `send[r]` rows to rank r and receive `receive[r]` rows from it."""
-    return start_all_to_all(x, send, receive, pg, async_op=False).result()
-
-
 @_on_any_device
 def start_all_to_all(
     x: Tensor, send: Sequence[int], receive: Sequence[int], pg: ProcessGroup, *, async_op: bool = True
 ) -> Started:
-    """Begin what all_to_all does."""
+    """Begin to send `send[r]` rows to rank r and to receive `receive[r]` rows from it."""
     out = x.new_empty((sum(receive), *x.shape[1:]))
     if math.prod(x.shape[1:]) == 0:  # the same on every rank, unlike the number of rows
         return Started((), lambda: out)
@@ -322,7 +305,7 @@ def point_to_point(x: Tensor, send: Sequence[int], receive: Sequence[int], pg: P
     The caller says so, not the sizes: a rank that happens to send to few ranks in an all_to_all does not know what others do.
     """
     if backend_for(x.device, pg) == "gloo":
-        return all_to_all(x, send, receive, pg)
+        return start_all_to_all(x, send, receive, pg).result()
     out = x.new_empty((sum(receive), *x.shape[1:]))
     if math.prod(x.shape[1:]) == 0:
         return out
@@ -487,17 +470,27 @@ def reduces_natively(x: Tensor, op: str, pg: ProcessGroup) -> bool:
 @_on_any_device
 def reduce_natively(x: Tensor, op: str, pg: ProcessGroup) -> Tensor:
     """Return the max, min or product over the ranks, by the backend's own operation. NaN wins, as torch has it."""
-    ordered = x.is_floating_point() and op != "product"
-    out = _as_ordered_integers(x, op) if ordered else x.to(_SUM_DTYPES.get(x.dtype, x.dtype), copy=True)
-    dist.all_reduce(out, op=_NATIVE[op], group=pg)
-    if not ordered:
-        return out.to(x.dtype)
-    wide = torch.float64 if out.dtype is torch.int64 else torch.float32
-    return _flip_negative(out).view(wide).to(x.dtype)
+
+    def reduced(out: Tensor) -> Tensor:
+        dist.all_reduce(out, op=_NATIVE[op], group=pg)
+        return out
+
+    if op == "product":
+        return reduced(x.to(_SUM_DTYPES.get(x.dtype, x.dtype), copy=True)).to(x.dtype)
+    return with_ordered_integers(x, op, reduced)
+
+
+def with_ordered_integers(x: Tensor, op: str, reduced: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the max or min by `reduced`, which reduces a new tensor of integers: the backends' own may drop a NaN."""
+    if not x.is_floating_point():
+        return reduced(x.to(_SUM_DTYPES.get(x.dtype, x.dtype), copy=True)).to(x.dtype)
+    integers = reduced(_as_ordered_integers(x, op))
+    wide = torch.float64 if integers.dtype is torch.int64 else torch.float32
+    return _flip_negative(integers).view(wide).to(x.dtype)
 
 
 def _as_ordered_integers(x: Tensor, op: str) -> Tensor:
-    """Return integers in the order of the floats, NaN before or after all: the backends' max and min may drop a NaN."""
+    """Return integers in the order of the floats, NaN before or after all."""
     wide = x if x.dtype is torch.float64 else x.float()
     integers = _flip_negative(wide.view(torch.int64 if wide.dtype is torch.float64 else torch.int32))
     limits = torch.iinfo(integers.dtype)

@@ -1,7 +1,6 @@
 """all_reduce, reduce, reduce_scatter, global_mean, average_gradient and sum_gradient: reductions over ranks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
-from unisono.collectives.autograd import Call, LinearMap, apply, is_transformed, run
+from unisono.collectives.autograd import Call, LinearMap, apply, has_functional_form, is_transformed
 from unisono.collectives.checks import (
     call_site,
     checks_enabled,
@@ -99,9 +98,9 @@ def all_reduce(
     call = f"{name}(op={op!r}, grad={grad!r})"
     rows = x.reshape(1) if x.ndim == 0 else x
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    if _is_native(x, op, ranks) and not (needs_grad and op == "product"):
-        plan = LinearMap(f"all_reduce_{op}", ranks, call=call, site=call_site())
-        return (_Extreme.apply(rows, plan) if needs_grad else run(rows, plan)).reshape(x.shape)
+    plan = LinearMap(f"all_reduce_{op}", ranks, call=call, site=call_site())
+    if _is_native(x, plan, op) and not (needs_grad and op == "product"):
+        return apply(rows, plan).reshape(x.shape)
     # Each rank reduces its share of the elements, then all ranks gather the shares. That sends as much as an all_reduce,
     # and gives torch's own derivative of `op`, to any order and under all transforms.
     shares = even_sizes(x.numel(), ranks.size)
@@ -163,30 +162,13 @@ def _validate_tree(structure: str, tensors: Sequence[Tensor], ranks: GroupRanks)
     )
 
 
-def _is_native(x: Tensor, op: str, ranks: GroupRanks) -> bool:
-    """Return whether the backend itself may reduce `x`, which no transform of torch watches."""
-    if ranks.size == 1 or is_transformed(x):
+def _is_native(x: Tensor, plan: LinearMap, op: str) -> bool:
+    """Return whether the backend itself may reduce `x`, which no other transform of torch than torch.compile watches."""
+    if plan.ranks.size == 1:
         return False
-    return reduces_natively(x, op, process_group(ranks))
-
-
-class _Extreme(torch.autograd.Function):
-    """max or min over the ranks. Backward: the gradients of all ranks are added; ranks that hold the extreme share them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: LinearMap) -> Tensor:
-        y = run(x, plan)
-        ctx.save_for_backward(x, y)
-        ctx.plan = plan
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        x, y = ctx.saved_tensors
-        plan = replace(ctx.plan, kind="all_reduce", call=f"backward of {ctx.plan.call}")
-        holds = x == y
-        ties = run(holds.to(torch.int32), plan)
-        return apply(grad, plan) * holds / ties, None
+    if torch.compiler.is_compiling():
+        return has_functional_form(x, plan)
+    return not is_transformed(x) and reduces_natively(x, op, process_group(plan.ranks))
 
 
 def reduce(
