@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from unisono.collectives import compiled, wire
 from unisono.collectives.checks import call_site, validate_linear_map
 from unisono.collectives.groups import GroupRanks, process_group
+from unisono.collectives.profiling import profiled
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def run(x: Tensor, plan: LinearMap) -> Tensor:
         return x.clone()
     if plan.site and kind.communicates:
         validate_linear_map(x, plan)
-    return kind.run(x, plan, process_group(plan.ranks))
+    return profiled(plan.call, kind.run, x, plan, process_group(plan.ranks))
 
 
 def start(x: Tensor, plan: LinearMap) -> wire.Started:
@@ -175,7 +176,7 @@ def start(x: Tensor, plan: LinearMap) -> wire.Started:
     x = x.resolve_conj().resolve_neg().contiguous()
     if plan.site:
         validate_linear_map(x, plan)
-    return kind.start(x, plan, process_group(plan.ranks))
+    return profiled(plan.call, kind.start, x, plan, process_group(plan.ranks))
 
 
 class _Collective(torch.autograd.Function):
