@@ -20,9 +20,9 @@ def sums(reduce_dtype: torch.dtype | None) -> list[list[float]]:
     rows = x.repeat(dist.get_world_size())
     results = [
         start_all_reduce(x, pg, reduce_dtype).result(),
-        start_reduce_scatter(rows, [1] * len(rows), pg, reduce_dtype).result(),
+        start_reduce_scatter(rows, pg, [1] * len(rows), reduce_dtype).result(),
     ]
-    on_root = reduce(x, 0, pg, reduce_dtype)
+    on_root = reduce(x, pg, 0, reduce_dtype)
     assert all(y.dtype is torch.bfloat16 for y in (*results, on_root))
     return [y.tolist() for y in (*results, on_root)]
 
@@ -38,7 +38,7 @@ def narrow_sums() -> list[float]:
     """float32 that is added in bfloat16 travels in half the bytes, and is rounded."""
     pg = process_group(resolve_group(None))
     x = torch.tensor([1 + TINY, 3.0])
-    both = start_all_reduce(x, pg, torch.bfloat16), start_reduce_scatter(x, [1, 1], pg, torch.bfloat16)
+    both = start_all_reduce(x, pg, torch.bfloat16), start_reduce_scatter(x, pg, [1, 1], torch.bfloat16)
     return [started.result()[0].item() for started in both]
 
 
@@ -64,7 +64,7 @@ def test_gradients_of_all_gather_are_added_in_reduce_dtype():
 
 def unsigned_on_gloo() -> list[int]:
     pg = process_group(resolve_group(None))
-    return start_reduce_scatter(torch.tensor([65535, 3], dtype=torch.uint16), [1, 1], pg).result().tolist()
+    return start_reduce_scatter(torch.tensor([65535, 3], dtype=torch.uint16), pg, [1, 1]).result().tolist()
 
 
 def test_small_integers_are_added_in_a_wider_dtype():

@@ -84,7 +84,7 @@ def _in_flight(
 
 
 def _start_all_gather(x: Tensor, plan: LinearMap, pg: ProcessGroup, async_op: bool = True) -> wire.Started:
-    return wire.start_all_gather(x, plan.receive, pg, async_op=async_op)
+    return wire.start_all_gather(x, pg, plan.receive, async_op=async_op)
 
 
 def _functional_all_gather(x: Tensor, plan: LinearMap) -> Tensor:
@@ -92,7 +92,7 @@ def _functional_all_gather(x: Tensor, plan: LinearMap) -> Tensor:
 
 
 def _start_reduce_scatter(x: Tensor, plan: LinearMap, pg: ProcessGroup, async_op: bool = True) -> wire.Started:
-    return wire.start_reduce_scatter(x, plan.send, pg, plan.reduce_dtype, async_op=async_op)
+    return wire.start_reduce_scatter(x, pg, plan.send, plan.reduce_dtype, async_op=async_op)
 
 
 def _functional_reduce_scatter(x: Tensor, plan: LinearMap) -> Tensor:
@@ -100,7 +100,7 @@ def _functional_reduce_scatter(x: Tensor, plan: LinearMap) -> Tensor:
 
 
 def _start_all_to_all(x: Tensor, plan: LinearMap, pg: ProcessGroup, async_op: bool = True) -> wire.Started:
-    return wire.start_all_to_all(x, plan.send, plan.receive, pg, async_op=async_op)
+    return wire.start_all_to_all(x, pg, plan.send, plan.receive, async_op=async_op)
 
 
 def _functional_all_to_all(x: Tensor, plan: LinearMap) -> Tensor:
@@ -118,7 +118,7 @@ def _functional_all_reduce(x: Tensor, plan: LinearMap) -> Tensor:
 def _elementwise(op: str) -> Kind:
     """Return the kind of a reduction that is not linear: it has no adjoint, but a derivative (_Extreme)."""
     functional = None if op == "product" else lambda x, plan: compiled.all_reduce_extreme(x, op, plan.ranks)
-    return Kind(lambda x, plan, pg: wire.reduce_natively(x, op, pg), "", sets_rows=False, functional=functional)
+    return Kind(lambda x, plan, pg: wire.reduce_natively(x, pg, op), "", sets_rows=False, functional=functional)
 
 
 def _copy(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
@@ -129,10 +129,10 @@ KINDS = {
     "all_gather": _in_flight(_start_all_gather, _functional_all_gather, "reduce_scatter"),
     "reduce_scatter": _in_flight(_start_reduce_scatter, _functional_reduce_scatter, "all_gather"),
     "all_to_all": _in_flight(_start_all_to_all, _functional_all_to_all, "all_to_all"),
-    "point_to_point": Kind(lambda x, plan, pg: wire.point_to_point(x, plan.send, plan.receive, pg), "point_to_point"),
+    "point_to_point": Kind(lambda x, plan, pg: wire.point_to_point(x, pg, plan.send, plan.receive), "point_to_point"),
     "all_reduce": _in_flight(_start_all_reduce, _functional_all_reduce, "all_reduce", sets_rows=False),
-    "broadcast": Kind(lambda x, plan, pg: wire.broadcast(x, plan.root, pg), "reduce", sets_rows=False),
-    "reduce": Kind(lambda x, plan, pg: wire.reduce(x, plan.root, pg, plan.reduce_dtype), "broadcast", sets_rows=False),
+    "broadcast": Kind(lambda x, plan, pg: wire.broadcast(x, pg, plan.root), "reduce", sets_rows=False),
+    "reduce": Kind(lambda x, plan, pg: wire.reduce(x, pg, plan.root, plan.reduce_dtype), "broadcast", sets_rows=False),
     "all_reduce_max": _elementwise("max"),
     "all_reduce_min": _elementwise("min"),
     "all_reduce_product": _elementwise("product"),  # its derivative is composed of other maps: functional/reduce.py

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from unisono.collectives.groups import GroupRanks, is_fake_group, process_group, small_message_device
 from unisono.collectives.profiling import profiled
-from unisono.collectives.wire import small_all_gather, start_small_all_gather
+from unisono.collectives.small_messages import small_all_gather, start_small_all_gather
 
 if TYPE_CHECKING:
     from unisono.collectives.autograd import LinearMap

@@ -168,7 +168,7 @@ def _is_native(x: Tensor, plan: LinearMap, op: str) -> bool:
         return False
     if torch.compiler.is_compiling():
         return has_functional_form(x, plan)
-    return not is_transformed(x) and reduces_natively(x, op, process_group(plan.ranks))
+    return not is_transformed(x) and reduces_natively(x, process_group(plan.ranks), op)
 
 
 def reduce(
@@ -267,7 +267,7 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
     validate_tensor("global_mean", x)
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"global_mean: x must be floating point or complex, got {x.dtype}")
-    wide = torch.complex128 if x.is_complex() else torch.float64
+    wide = _widest_dtype(x)
     if weights is None:
         total = x.sum(dtype=wide)
         count = x.new_full((), x.numel(), dtype=wide)
@@ -280,7 +280,14 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
         total = (x.to(wide) * weights).sum()
         count = weights.sum(dtype=wide)
     both = all_reduce(torch.stack([total, count]), group=group)
-    return scale_loss_gradient((both[0] / both[1]).to(x.dtype), grad_reduce, group)
+    return scale_loss_gradient((both.select(0, 0) / both.select(0, 1)).to(x.dtype), grad_reduce, group)
+
+
+def _widest_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which sums of `x` are exact enough for any batch; mps has no 64 bits."""
+    if x.device.type == "mps":
+        return torch.complex64 if x.is_complex() else torch.float32
+    return torch.complex128 if x.is_complex() else torch.float64
 
 
 def scale_loss_gradient(loss: Tensor, grad_reduce: GradReduce, group: Group) -> Tensor:

@@ -320,7 +320,7 @@ def _(
     plan = _decode(encoded, diagonals, (), None)
 
     def empty(*shape: int) -> Tensor:
-        return x.new_empty(shape, dtype=torch.float64)
+        return x.new_empty(shape, dtype=statistics_dtype(x.device))
 
     columns = empty(plan.width, y.shape[0] if plan.columns else 0)
     diagonal = empty(x.shape[0] if plan.diagonal else 0)

@@ -205,11 +205,11 @@ def _(
     grad: bool,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    scalar = x.new_empty((), dtype=torch.float64)
+    scalar = x.new_empty((), dtype=statistics_dtype(x.device))
     if not grad:
         return SumAndGradients(scalar, *(x.new_empty(0) for _ in range(5)))
     dtype = torch.promote_types(x.dtype, torch.float32)
-    dweights = x.new_empty(0) if weights is None else weights.new_empty(weights.shape, dtype=torch.float64)
+    dweights = x.new_empty(0) if weights is None else weights.new_empty(weights.shape, dtype=statistics_dtype(x.device))
     dx, dy = (t.new_empty(t.shape, dtype=dtype) for t in (x, y))
     return SumAndGradients(scalar, dx, dy, torch.empty_like(scalar), torch.empty_like(scalar), dweights)
 
