@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -87,37 +87,21 @@ def _start_all_gather(x: Tensor, plan: LinearMap, pg: ProcessGroup, async_op: bo
     return wire.start_all_gather(x, pg, plan.receive, async_op=async_op)
 
 
-def _functional_all_gather(x: Tensor, plan: LinearMap) -> Tensor:
-    return compiled.all_gather(x, plan.ranks)
-
-
 def _start_reduce_scatter(x: Tensor, plan: LinearMap, pg: ProcessGroup, async_op: bool = True) -> wire.Started:
     return wire.start_reduce_scatter(x, pg, plan.send, plan.reduce_dtype, async_op=async_op)
-
-
-def _functional_reduce_scatter(x: Tensor, plan: LinearMap) -> Tensor:
-    return compiled.reduce_scatter(x, plan.ranks, plan.reduce_dtype)
 
 
 def _start_all_to_all(x: Tensor, plan: LinearMap, pg: ProcessGroup, async_op: bool = True) -> wire.Started:
     return wire.start_all_to_all(x, pg, plan.send, plan.receive, async_op=async_op)
 
 
-def _functional_all_to_all(x: Tensor, plan: LinearMap) -> Tensor:
-    return compiled.all_to_all(x, plan.send, plan.receive, plan.ranks)
-
-
 def _start_all_reduce(x: Tensor, plan: LinearMap, pg: ProcessGroup, async_op: bool = True) -> wire.Started:
     return wire.start_all_reduce(x, pg, plan.reduce_dtype, async_op=async_op)
 
 
-def _functional_all_reduce(x: Tensor, plan: LinearMap) -> Tensor:
-    return compiled.all_reduce(x, plan.ranks, plan.reduce_dtype)
-
-
 def _elementwise(op: str) -> Kind:
     """Return the kind of a reduction that is not linear: it has no adjoint, but a derivative (_Extreme)."""
-    functional = None if op == "product" else lambda x, plan: compiled.all_reduce_extreme(x, op, plan.ranks)
+    functional = None if op == "product" else partial(compiled.all_reduce_extreme, op=op)
     return Kind(lambda x, plan, pg: wire.reduce_natively(x, pg, op), "", sets_rows=False, functional=functional)
 
 
@@ -126,19 +110,19 @@ def _copy(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
 
 
 KINDS = {
-    "all_gather": _in_flight(_start_all_gather, _functional_all_gather, "reduce_scatter"),
-    "reduce_scatter": _in_flight(_start_reduce_scatter, _functional_reduce_scatter, "all_gather"),
-    "all_to_all": _in_flight(_start_all_to_all, _functional_all_to_all, "all_to_all"),
+    "all_gather": _in_flight(_start_all_gather, compiled.all_gather, "reduce_scatter"),
+    "reduce_scatter": _in_flight(_start_reduce_scatter, compiled.reduce_scatter, "all_gather"),
+    "all_to_all": _in_flight(_start_all_to_all, compiled.all_to_all, "all_to_all"),
     "point_to_point": Kind(lambda x, plan, pg: wire.point_to_point(x, pg, plan.send, plan.receive), "point_to_point"),
-    "all_reduce": _in_flight(_start_all_reduce, _functional_all_reduce, "all_reduce", sets_rows=False),
+    "all_reduce": _in_flight(_start_all_reduce, compiled.all_reduce, "all_reduce", sets_rows=False),
     "broadcast": Kind(lambda x, plan, pg: wire.broadcast(x, pg, plan.root), "reduce", sets_rows=False),
     "reduce": Kind(lambda x, plan, pg: wire.reduce(x, pg, plan.root, plan.reduce_dtype), "broadcast", sets_rows=False),
     "all_reduce_max": _elementwise("max"),
     "all_reduce_min": _elementwise("min"),
     "all_reduce_product": _elementwise("product"),  # its derivative is composed of other maps: functional/reduce.py
     # The named gradients: the tensors of the other ranks count as constants.
-    "all_gather_own": _in_flight(_start_all_gather, _functional_all_gather, "own_slice", tangent="own_pad"),
-    "all_reduce_own": _in_flight(_start_all_reduce, _functional_all_reduce, "identity", tangent="identity", sets_rows=False),
+    "all_gather_own": _in_flight(_start_all_gather, compiled.all_gather, "own_slice", tangent="own_pad"),
+    "all_reduce_own": _in_flight(_start_all_reduce, compiled.all_reduce, "identity", tangent="identity", sets_rows=False),
     "own_slice": Kind(_own_slice, "own_pad", communicates=False),
     "own_pad": Kind(_own_pad, "own_slice", communicates=False),
     "copy": Kind(_copy, "all_reduce", tangent="copy", communicates=False, sets_rows=False),

@@ -4,14 +4,20 @@ The opaque op of autograd.py runs where it stands. These ops inductor knows: it 
 fuse what lies around them. They take equal sizes only.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from unisono.collectives import wire
 from unisono.collectives.checks import checks_enabled_at_run_time
-from unisono.collectives.groups import GroupRanks, backend_or_none, group_by_name
+from unisono.collectives.groups import backend_or_none, group_by_name
+
+if TYPE_CHECKING:
+    from unisono.collectives.autograd import LinearMap
 
 _c10d = torch.ops._c10d_functional
 
@@ -42,27 +48,27 @@ def are_equal(sizes: Sequence[int]) -> bool:
     return all(guard_or_false(size == sizes[0]) for size in sizes[1:])
 
 
-def all_gather(x: Tensor, ranks: GroupRanks) -> Tensor:
-    return _wait(_c10d.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.name))
+def all_gather(x: Tensor, plan: LinearMap) -> Tensor:
+    return _wait(_c10d.all_gather_into_tensor(x.contiguous(), plan.ranks.size, plan.ranks.name))
 
 
-def reduce_scatter(x: Tensor, ranks: GroupRanks, reduce_dtype: torch.dtype | None) -> Tensor:
-    summands = x.to(wire.sum_dtype(x, reduce_dtype)).contiguous()
-    return _wait(_c10d.reduce_scatter_tensor(summands, "sum", ranks.size, ranks.name)).to(x.dtype)
+def reduce_scatter(x: Tensor, plan: LinearMap) -> Tensor:
+    summands = x.to(wire.sum_dtype(x, plan.reduce_dtype)).contiguous()
+    return _wait(_c10d.reduce_scatter_tensor(summands, "sum", plan.ranks.size, plan.ranks.name)).to(x.dtype)
 
 
-def all_reduce(x: Tensor, ranks: GroupRanks, reduce_dtype: torch.dtype | None) -> Tensor:
-    summands = x.to(wire.sum_dtype(x, reduce_dtype)).contiguous()
-    return _wait(_c10d.all_reduce(summands, "sum", ranks.name)).to(x.dtype)
+def all_reduce(x: Tensor, plan: LinearMap) -> Tensor:
+    summands = x.to(wire.sum_dtype(x, plan.reduce_dtype)).contiguous()
+    return _wait(_c10d.all_reduce(summands, "sum", plan.ranks.name)).to(x.dtype)
 
 
-def all_reduce_extreme(x: Tensor, op: str, ranks: GroupRanks) -> Tensor:
+def all_reduce_extreme(x: Tensor, plan: LinearMap, *, op: str) -> Tensor:
     """Return the max or min over the ranks. NaN wins, as torch has it."""
-    return wire.with_ordered_integers(x, op, lambda integers: _wait(_c10d.all_reduce(integers, op, ranks.name)))
+    return wire.with_ordered_integers(x, op, lambda integers: _wait(_c10d.all_reduce(integers, op, plan.ranks.name)))
 
 
-def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], ranks: GroupRanks) -> Tensor:
-    return _wait(_c10d.all_to_all_single(x.contiguous(), list(receive), list(send), ranks.name))
+def all_to_all(x: Tensor, plan: LinearMap) -> Tensor:
+    return _wait(_c10d.all_to_all_single(x.contiguous(), list(plan.receive), list(plan.send), plan.ranks.name))
 
 
 _wait: Callable[[Tensor], Tensor] = _c10d.wait_tensor

@@ -51,6 +51,11 @@ def from_rows(rows: Tensor, dim: int) -> Tensor:
     return rows if dim == 0 or dim == -rows.ndim else rows.movedim(0, dim).contiguous()
 
 
+def with_shape_of(x: Tensor, rows: Tensor) -> Tensor:
+    """Undo to_rows(x, 0) for `rows` that have its shape."""
+    return rows.reshape(()) if x.ndim == 0 else rows
+
+
 def length_of(x: Tensor, dim: int) -> int:
     return x.shape[dim] if x.ndim else 1
 

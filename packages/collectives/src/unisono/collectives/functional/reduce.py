@@ -33,6 +33,7 @@ from unisono.collectives.sizes import (
     raise_local_error,
     split_sizes,
     to_rows,
+    with_shape_of,
 )
 from unisono.collectives.wire import reduces_natively
 
@@ -96,11 +97,11 @@ def all_reduce(
     if op in ("sum", "avg"):
         return prepare_all_reduce(name, x, op, grad, reduce_dtype, ranks).result()
     call = f"{name}(op={op!r}, grad={grad!r})"
-    rows = x.reshape(1) if x.ndim == 0 else x
+    rows = to_rows(x, 0)
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     plan = LinearMap(f"all_reduce_{op}", ranks, call=call, site=call_site())
     if _is_native(x, plan, op) and not (needs_grad and op == "product"):
-        return apply(rows, plan).reshape(x.shape)
+        return with_shape_of(x, apply(rows, plan))
     # Each rank reduces its share of the elements, then all ranks gather the shares. That sends as much as an all_reduce,
     # and gives torch's own derivative of `op`, to any order and under all transforms.
     shares = even_sizes(x.numel(), ranks.size)
@@ -116,8 +117,8 @@ def prepare_all_reduce(
     kind = "all_reduce_own" if grad == "identity" else "all_reduce"
     call = f"{name}(op={op!r}, grad={grad!r})"
     plan = LinearMap(kind, ranks, reduce_dtype=reduce_dtype, call=call, site=call_site())
-    rows, finish = _summands(x.reshape(1) if x.ndim == 0 else x, op, reduce_dtype, ranks)
-    return Call(rows, plan, lambda total: finish(total).reshape(x.shape))
+    rows, finish = _summands(to_rows(x, 0), op, reduce_dtype, ranks)
+    return Call(rows, plan, lambda total: with_shape_of(x, finish(total)))
 
 
 def _all_reduce_tree(
@@ -190,8 +191,8 @@ def reduce(
     call = f"reduce(op={op!r}, root={root})"
     if op in ("sum", "avg"):
         plan = LinearMap("reduce", ranks, root=root, reduce_dtype=reduce_dtype, call=call, site=call_site())
-        rows, finish = _summands(x.reshape(1) if x.ndim == 0 else x, op, reduce_dtype, ranks)
-        return finish(apply(rows, plan)).reshape(x.shape)
+        rows, finish = _summands(to_rows(x, 0), op, reduce_dtype, ranks)
+        return with_shape_of(x, finish(apply(rows, plan)))
     shares = even_sizes(x.numel(), ranks.size)
     own = _prepare_reduced_rows(x.reshape(-1), shares, op, None, ranks, call).result()
     result = gather(own, root=root, sizes=shares, group=group)
@@ -237,8 +238,8 @@ def prepare_reduce_scatter(
         )
         x = join_graph(x, table)
     raise_local_error(name, problem, ranks)
-    call = _prepare_reduced_rows(to_rows(x, dim), shares, op, reduce_dtype, ranks, f"{name}(op={op!r})")
-    return call._replace(finish=lambda rows: from_rows(call.finish(rows), dim))
+    rows, plan, finish = _prepare_reduced_rows(to_rows(x, dim), shares, op, reduce_dtype, ranks, f"{name}(op={op!r})")
+    return Call(rows, plan, lambda reduced: from_rows(finish(reduced), dim))
 
 
 def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradReduce = "mean", group: Group = None) -> Tensor:
@@ -316,7 +317,7 @@ def average_gradient(x: Tensor, *, group: Group = None) -> Tensor:
     if ranks.size == 1 or not (x.is_floating_point() or x.is_complex()):  # integers have no gradient
         return x
     plan = LinearMap("copy", ranks, call="average_gradient", site=call_site())
-    copied = apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
+    copied = with_shape_of(x, apply(to_rows(x, 0), plan))
     return _divide_gradient(copied, ranks.size)
 
 
@@ -337,7 +338,7 @@ def sum_gradient(x: Tensor, *, group: Group = None) -> Tensor:
     if ranks.size == 1 or not (x.is_floating_point() or x.is_complex()):  # integers have no gradient
         return x
     plan = LinearMap("replicate", ranks, call="sum_gradient", site=call_site())
-    return apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
+    return with_shape_of(x, apply(to_rows(x, 0), plan))
 
 
 def _divide_gradient(x: Tensor, number: int) -> Tensor:

@@ -23,6 +23,7 @@ from unisono.collectives.sizes import (
     raise_local_error,
     split_sizes,
     to_rows,
+    with_shape_of,
 )
 
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)  # the same on every rank
@@ -45,7 +46,7 @@ def broadcast(x: Tensor, *, root: int = 0, group: Group = None) -> Tensor:
         raise TypeError(f"broadcast: {problem}")
     root = validate_rank("broadcast", "root", root, ranks)
     plan = LinearMap("broadcast", ranks, root=root, call=f"broadcast(root={root})", site=call_site())
-    return apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
+    return with_shape_of(x, apply(to_rows(x, 0), plan))
 
 
 @disable_compile  # the receivers know shape and dtype only at run time
