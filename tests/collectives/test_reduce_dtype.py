@@ -8,7 +8,7 @@ from unisono.collectives.autograd import LinearMap, apply
 from unisono.collectives.checks import validate_reduce_dtype
 from unisono.collectives.groups import process_group, resolve_group
 from unisono.collectives.testing import run_ranks
-from unisono.collectives.wire import reduce, start_all_reduce, start_reduce_scatter
+from unisono.collectives.wire import reduce, start_sum, start_reduce_scatter
 
 TINY = 2.0**-9  # 1 + TINY is 1 in bfloat16, so adding in bfloat16 loses what other ranks hold
 
@@ -19,7 +19,7 @@ def sums(reduce_dtype: torch.dtype | None) -> list[list[float]]:
     x = torch.tensor([1.0 if dist.get_rank() == 0 else TINY], dtype=torch.bfloat16)
     rows = x.repeat(dist.get_world_size())
     results = [
-        start_all_reduce(x, pg, reduce_dtype).result(),
+        start_sum(x, pg, reduce_dtype).result(),
         start_reduce_scatter(rows, pg, [1] * len(rows), reduce_dtype).result(),
     ]
     on_root = reduce(x, pg, 0, reduce_dtype)
@@ -38,7 +38,7 @@ def narrow_sums() -> list[float]:
     """float32 that is added in bfloat16 travels in half the bytes, and is rounded."""
     pg = process_group(resolve_group(None))
     x = torch.tensor([1 + TINY, 3.0])
-    both = start_all_reduce(x, pg, torch.bfloat16), start_reduce_scatter(x, pg, [1, 1], torch.bfloat16)
+    both = start_sum(x, pg, torch.bfloat16), start_reduce_scatter(x, pg, [1, 1], torch.bfloat16)
     return [started.result()[0].item() for started in both]
 
 

@@ -96,7 +96,7 @@ def _start_all_to_all(x: Tensor, plan: LinearMap, pg: ProcessGroup, async_op: bo
 
 
 def _start_all_reduce(x: Tensor, plan: LinearMap, pg: ProcessGroup, async_op: bool = True) -> wire.Started:
-    return wire.start_all_reduce(x, pg, plan.reduce_dtype, async_op=async_op)
+    return wire.start_sum(x, pg, plan.reduce_dtype, async_op=async_op)
 
 
 def _elementwise(op: str) -> Kind:

@@ -189,7 +189,7 @@ def sum_in_order(blocks: Sequence[Tensor], adds_in: torch.dtype | None = None) -
 
 
 @_on_any_device
-def start_all_reduce(x: Tensor, pg: ProcessGroup, reduce_dtype: torch.dtype | None = None, *, async_op: bool = True) -> Started:
+def start_sum(x: Tensor, pg: ProcessGroup, reduce_dtype: torch.dtype | None = None, *, async_op: bool = True) -> Started:
     """Begin to add `x` over the ranks, in `reduce_dtype`."""
     out = _summands(x, reduce_dtype)
     works = _works(dist.all_reduce(out, group=pg, async_op=async_op))
@@ -209,7 +209,7 @@ def sum_dtype(x: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
     return reduce_dtype
 
 
-def start_all_reduce_(x: Tensor, pg: ProcessGroup) -> dist.Work:
+def start_all_reduce(x: Tensor, pg: ProcessGroup) -> dist.Work:
     """Start to replace dense `x`, in place, by its sum over the ranks. Do not touch it before you have waited for the work."""
     refuse_make_fx("all_reduce")
     work = dist.all_reduce(x, group=pg, async_op=True)

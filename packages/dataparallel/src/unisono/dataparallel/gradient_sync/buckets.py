@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from unisono.collectives.groups import GroupRanks, process_group
-from unisono.collectives.wire import start_all_reduce_
+from unisono.collectives.wire import start_all_reduce
 
 _MANY_SMALL = 2**15  # below this mean size of gradients, scaling a whole bucket once is faster than scaling each copy
 _FIRST = 2**20  # bytes of the first bucket
@@ -109,7 +109,7 @@ class Bucket:
 
     def start(self, pg: ProcessGroup) -> None:
         if self._wire is not None and self.numel:
-            self._work = start_all_reduce_(self._wire, pg)
+            self._work = start_all_reduce(self._wire, pg)
 
     def wait(self) -> None:
         work, self._work = self._work, None
