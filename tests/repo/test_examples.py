@@ -81,7 +81,7 @@ def folder_of_runs(tmp_path_factory):
 
 def run_python(*arguments: str, folder: Path) -> None:
     command, environment = [sys.executable, *arguments], os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
