@@ -8,7 +8,7 @@ from unisono.collectives.autograd import LinearMap, apply
 from unisono.collectives.checks import validate_reduce_dtype
 from unisono.collectives.groups import process_group, resolve_group
 from unisono.collectives.testing import run_ranks
-from unisono.collectives.wire import reduce, start_sum, start_reduce_scatter
+from unisono.collectives.wire import reduce, start_reduce_scatter, start_sum
 
 TINY = 2.0**-9  # 1 + TINY is 1 in bfloat16, so adding in bfloat16 loses what other ranks hold
 

@@ -118,7 +118,7 @@ def start_all_gather(x: Tensor, pg: ProcessGroup, sizes: Sequence[int], *, async
         return Started((), lambda: out)
     if backend_for(x.device, pg) == "gloo":
         parts = out.split_with_sizes(list(sizes))
-        works = _start_exchange([x] * len(sizes), parts, pg)
+        works = start_exchange([x] * len(sizes), parts, pg)
         parts[pg.rank()].copy_(x)
     elif len(set(sizes)) == 1:
         works = _works(dist.all_gather_single(payload(out), payload(x), group=pg, async_op=async_op))
@@ -149,7 +149,7 @@ def start_reduce_scatter(
     if on_gloo:
         shares = x.split_with_sizes(list(sizes))
         arriving = [shares[r] if r == pg.rank() else x.new_empty(own) for r in range(pg.size())]
-        return Started(_start_exchange(shares, arriving, pg), lambda: sum_in_order(arriving, adds_in), x)
+        return Started(start_exchange(shares, arriving, pg), lambda: sum_in_order(arriving, adds_in), x)
     real = torch.view_as_real(x) if x.is_complex() else x
     rows = own[0]
     if len(set(sizes)) > 1 and is_padded(sizes, row_bytes(x)):
@@ -244,7 +244,7 @@ def start_all_to_all(
         return Started((), lambda: out)
     if backend_for(x.device, pg) == "gloo":
         leaving, arriving = x.split_with_sizes(list(send)), out.split_with_sizes(list(receive))
-        works = _start_exchange(leaving, arriving, pg)
+        works = start_exchange(leaving, arriving, pg)
         arriving[pg.rank()].copy_(leaving[pg.rank()])
     else:
         splits = list(receive), list(send)
@@ -339,7 +339,7 @@ def untraced() -> AbstractContextManager[object]:
     return disable_proxy_modes_tracing()
 
 
-def _start_exchange(leaving: Sequence[Tensor], arriving: Sequence[Tensor], pg: ProcessGroup) -> list[dist.Work]:
+def start_exchange(leaving: Sequence[Tensor], arriving: Sequence[Tensor], pg: ProcessGroup) -> list[dist.Work]:
     """Start to send `leaving[r]` to rank r and to receive `arriving[r]` from it; any dtype. The own entry is not touched."""
     rank, size = pg.rank(), pg.size()
     tag = next_tag(pg)
