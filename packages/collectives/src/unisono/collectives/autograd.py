@@ -44,7 +44,8 @@ class LinearMap:
     def adjoint(self) -> LinearMap:
         kind = KINDS[self.kind].adjoint
         call = f"backward of {self.call}"
-        return replace(self, kind=kind, send=self.receive, receive=self.send, call=call)
+        own = self.root, self.reduce_dtype, call, self.site, self.functional
+        return LinearMap(kind, self.ranks, self.receive, self.send, *own)  # in half the time of replace()
 
     def tangent(self) -> LinearMap:
         return replace(self, kind=KINDS[self.kind].tangent or self.kind, call=f"jvp of {self.call}")
