@@ -13,14 +13,16 @@ from unisono.collectives.wire import reduce, start_reduce_scatter, start_sum
 TINY = 2.0**-9  # 1 + TINY is 1 in bfloat16, so adding in bfloat16 loses what other ranks hold
 
 
+# In bfloat16 each order of adding them rounds to another number than their sum does.
+SUMMANDS, ROUNDED_SUM = (0.154296875, 0.9921875, 0.2080078125), 1.3515625
+
+
 def sums(reduce_dtype: torch.dtype | None) -> list[list[float]]:
-    """1 on rank 0 and TINY on the others: on 5 ranks one step of bfloat16 more than 1, unless it is rounded away."""
     pg = process_group(resolve_group(None))
-    x = torch.tensor([1.0 if dist.get_rank() == 0 else TINY], dtype=torch.bfloat16)
-    rows = x.repeat(dist.get_world_size())
+    x = torch.tensor([SUMMANDS[dist.get_rank()]], dtype=torch.bfloat16)
     results = [
         start_sum(x, pg, reduce_dtype).result(),
-        start_reduce_scatter(rows, pg, [1] * len(rows), reduce_dtype).result(),
+        start_reduce_scatter(x.repeat(3), pg, [1, 1, 1], reduce_dtype).result(),
     ]
     on_root = reduce(x, pg, 0, reduce_dtype)
     assert all(y.dtype is torch.bfloat16 for y in (*results, on_root))
@@ -28,10 +30,12 @@ def sums(reduce_dtype: torch.dtype | None) -> list[list[float]]:
 
 
 def test_16_bit_values_are_added_in_reduce_dtype():
-    exact = [1 + 4 * TINY]
-    first, *others = run_ranks(sums, torch.float32, world_size=5)
-    assert first == [exact, exact, exact] and others == [[exact, exact, [0.0]]] * 4
-    assert run_ranks(sums, torch.float64, world_size=5)[0] == [exact, exact, exact]
+    exact = [ROUNDED_SUM]
+    first, *others = run_ranks(sums, torch.float32, world_size=3)
+    assert first == [exact, exact, exact] and others == [[exact, exact, [0.0]]] * 2
+    assert run_ranks(sums, torch.float64, world_size=3)[0] == [exact, exact, exact]
+    narrow = run_ranks(sums, torch.bfloat16, world_size=3)[0]
+    assert narrow[0] != exact and narrow[2] != exact, "otherwise this test could not fail"
 
 
 def narrow_sums() -> list[float]:
