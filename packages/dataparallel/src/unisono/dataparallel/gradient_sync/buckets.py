@@ -3,21 +3,24 @@
 BucketLauncher sends them during backward: each as soon as its gradients exist, in the same order on every rank.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from unisono.collectives.groups import GroupRanks, process_group
 from unisono.collectives.wire import start_all_reduce
 
 _MANY_SMALL = 2**15  # below this mean size of gradients, scaling a whole bucket once is faster than scaling each copy
-_FIRST = 2**20  # bytes of the first bucket
+_FIRST = 2**20  # bytes from which the first bucket is sent
 _WORTH_NO_COPY = 2**14  # elements from which a single gradient is reduced in place
+_ALONE = 2**22  # bytes from which, on a CPU, a message of its own takes less time than a copy into a bucket and back
 
 
 class GradientSpec(NamedTuple):
@@ -73,6 +76,7 @@ class Bucket:
         self._work: torch.distributed.Work | None = None
         self.views: list[Tensor] = []
         self.in_place = False
+        self.last_to_come = len(self.members) - 1  # the gradient that backward computed last: the one of the first parameter
 
     def needs_no_copy(self, grads: Sequence[Tensor | None]) -> bool:
         """Return whether this is a single large gradient that can be scaled and reduced where it is."""
@@ -127,24 +131,29 @@ class Bucket:
         return self._own_wire
 
 
-def plan_buckets(specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int) -> list[list[int]]:
+def plan_buckets(
+    specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int, *, alone: bool = False
+) -> list[list[int]]:
     """Return which of the `members` share a bucket, in the order in which the buckets become complete.
 
     Backward makes the gradients of the last parameters first. A bucket has one device and one dtype and at most
-    `bucket_bytes`, unless a single gradient is larger. The first of several is smaller, so that communication starts early.
+    `bucket_bytes`, unless a single gradient is larger. The first of several is sent early. With `alone`, large gradients on
+    CPUs have buckets of their own, in which they can be reduced without a copy.
     """
     filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     used: dict[tuple[torch.device, torch.dtype], int] = {}
-    totals = _total_bytes(specs, members)
-    limits = {kind: bucket_bytes if total <= bucket_bytes else min(bucket_bytes, _FIRST) for kind, total in totals.items()}
+    early = {kind for kind, total in _total_bytes(specs, members).items() if total > bucket_bytes}
     full: list[list[int]] = []
     for member in sorted(members, reverse=True):
         spec = specs[member]
         kind = spec.device, spec.dtype
-        if kind in filling and used[kind] + spec.nbytes > limits[kind]:
+        if alone and spec.nbytes >= _ALONE and spec.device.type == "cpu":
+            full.append([member])
+            continue
+        if kind in filling and (used[kind] + spec.nbytes > bucket_bytes or (kind in early and used[kind] >= _FIRST)):
             full.append(filling.pop(kind))
             used[kind] = 0
-            limits[kind] = bucket_bytes
+            early.discard(kind)
         filling.setdefault(kind, []).append(member)
         used[kind] = used.get(kind, 0) + spec.nbytes
     return sorted([*full, *filling.values()], key=lambda bucket: -bucket[-1])
@@ -156,12 +165,13 @@ def make_buckets(
     """Return the buckets of `plan_buckets`. They take turns in `slots` pieces of memory; with slots=None each has its own."""
     totals = _total_bytes(specs, members)
     buckets = []
-    for place, bucket in enumerate(plan_buckets(specs, members, bucket_bytes)):
+    for place, bucket in enumerate(plan_buckets(specs, members, bucket_bytes, alone=slots is not None)):
+        _, dtype, device = specs[bucket[0]]
+        room = min(totals[device, dtype], bucket_bytes)
         slot = place % slots if slots else place
-        room = min(totals[specs[bucket[0]].device, specs[bucket[0]].dtype], bucket_bytes)
         if sum(specs[member].nbytes for member in bucket) > room:
             slot = -1 - slot  # its own memory: the other slots have another size
-        buckets.append(Bucket(bucket, specs, buffers, slot, room // specs[bucket[0]].dtype.itemsize))
+        buckets.append(Bucket(bucket, specs, buffers, slot, room // dtype.itemsize if slots else 0))
     return buckets
 
 
@@ -189,6 +199,23 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
+class GradientState(NamedTuple):
+    """The gradients of some parameters at one time, to find out later which of them have changed."""
+
+    grads: list[Tensor | None]
+    versions: list[int]
+
+    @classmethod
+    def now(cls, parameters: Iterable[Tensor]) -> Self:
+        grads = [p.grad for p in parameters]
+        return cls(grads, [0 if grad is None else grad._version for grad in grads])
+
+    def changes(self, later: "GradientState") -> list[bool]:
+        """Say for each gradient whether it is another tensor later, or was written in between."""
+        pairs = zip(*self, *later, strict=True)
+        return [a is not b or version != later_version for a, version, b, later_version in pairs]
+
+
 class BucketLauncher:
     """Sends `buckets` during backward. It sends copies: every p.grad stays what this rank has computed.
 
@@ -206,7 +233,6 @@ class BucketLauncher:
         ranks: GroupRanks,
         agreed: Callable[[], bool],
     ) -> None:
-        self.parameters = parameters
         self.specs = specs
         self.buckets = buckets
         self.scale = scale
@@ -214,72 +240,86 @@ class BucketLauncher:
         self.launched = 0
         self._agreed = agreed
         self._lock = Lock()
-        self._missing = [{parameters[member] for member in bucket.members} for bucket in buckets]
-        self._streams: list[set[torch.Stream]] = [set() for _ in buckets]
-        self._sent: dict[int, tuple[Tensor | None, int]] = {}  # the gradient that was sent, and its version
+        self._parameters = [[parameters[member] for member in bucket.members] for bucket in buckets]
+        self._before = [GradientState.now(members) for members in self._parameters]
+        self._sent: list[GradientState] = []
+        self._complete = [False for _ in buckets]
+        self._streams: dict[Tensor, torch.Stream] = {}  # on which the gradient was computed, if not on a CPU
+        self._handles: list[RemovableHandle] = []
 
     @contextmanager
     def sending_during_backward(self) -> Iterator[None]:
         """Send each bucket as soon as its gradients exist, while the block runs."""
-        handles = []
         try:
             for place, bucket in enumerate(self.buckets):
-                hook = self._hook(place)
-                handles += [self.parameters[member].register_post_accumulate_grad_hook(hook) for member in bucket.members]
+                if bucket.device.type != "cpu":
+                    self._handles += [p.register_post_accumulate_grad_hook(self._note_stream) for p in self._parameters[place]]
+                self._await(place, bucket.last_to_come)
             yield
         finally:
-            for handle in handles:
+            for handle in self._handles:
                 handle.remove()
 
     def launch_rest(self) -> None:
         """Send the remaining buckets, with zeros for gradients that were not computed."""
-        self._launch_while(lambda: True)
+        self._complete = [True for _ in self.buckets]
+        self._launch_complete()
 
     def late(self) -> list[int]:
         """Return the members whose p.grad has changed after it was sent."""
-        now = ((member, self.parameters[member].grad, sent) for member, sent in self._sent.items())
-        return [member for member, grad, (sent, version) in now if grad is not sent or _version(grad) != version]
+        late: list[int] = []
+        for bucket, parameters, sent in zip(self.buckets, self._parameters, self._sent, strict=True):
+            late += compress(bucket.members, sent.changes(GradientState.now(parameters)))
+        return late
 
-    def _hook(self, place: int) -> Callable[[Tensor], None]:
-        missing = self._missing[place]
+    def _await(self, place: int, which: int) -> None:
+        """Send bucket `place` when its gradient `which`, and all others, have been computed.
 
-        def is_complete() -> bool:
-            return not self._missing[self.launched]
+        The hook waits for the gradient that came last in the step before. If others are missing when it has come, the next
+        hook waits for one of them. That takes far less time than a hook for every gradient.
+        """
 
         def on_gradient(parameter: Tensor) -> None:
-            if parameter.device.type != "cpu":
-                with self._lock:
-                    self._streams[place].add(torch.accelerator.current_stream(parameter.device))
-            missing.discard(parameter)
-            if not missing:
-                self._launch_while(is_complete)
+            missing = self._missing(place)
+            if missing:
+                self._await(place, missing[-1])
+                return
+            self.buckets[place].last_to_come = which
+            self._complete[place] = True
+            self._launch_complete()
 
-        return on_gradient
+        self._handles.append(self._parameters[place][which].register_post_accumulate_grad_hook(on_gradient))
 
-    def _launch_while(self, is_due: Callable[[], bool]) -> None:
+    def _missing(self, place: int) -> list[int]:
+        parameters = self._parameters[place]
+        if self.buckets[place].device.type == "cpu":
+            came = self._before[place].changes(GradientState.now(parameters))
+        else:
+            came = [p in self._streams for p in parameters]
+        return [which for which, it_came in enumerate(came) if not it_came]
+
+    def _note_stream(self, parameter: Tensor) -> None:
+        self._streams[parameter] = torch.accelerator.current_stream(parameter.device)
+
+    def _launch_complete(self) -> None:
         with self._lock:
-            while self.launched < len(self.buckets) and is_due() and (self.launched or self._agreed()):
+            while self.launched < len(self.buckets) and self._complete[self.launched] and (self.launched or self._agreed()):
                 self._launch()
 
     def _launch(self) -> None:
-        bucket = self.buckets[self.launched]
-        if streams := self._streams[self.launched]:
+        bucket, parameters = self.buckets[self.launched], self._parameters[self.launched]
+        if streams := {self._streams[p] for p in parameters if p in self._streams}:
             # The last gradient may have been computed on another stream than the others, or on another device.
             current = torch.accelerator.current_stream(bucket.device)
             for stream in streams - {current}:
                 current.wait_stream(stream)
-        grads = [self.parameters[member].grad for member in bucket.members]
-        for member, grad in zip(bucket.members, grads, strict=True):
-            self._sent[member] = grad, _version(grad)
+        state = GradientState.now(parameters)
+        self._sent.append(state)
         dense = [
             grad if grad is not None and self.specs[member].fits(grad) else None
-            for member, grad in zip(bucket.members, grads, strict=True)
+            for member, grad in zip(bucket.members, state.grads, strict=True)
         ]
         with torch.no_grad():
             bucket.fill(dense, self.scale, in_place=False)
             bucket.start(process_group(self.ranks))
         self.launched += 1
-
-
-def _version(grad: Tensor | None) -> int:
-    return 0 if grad is None else grad._version
