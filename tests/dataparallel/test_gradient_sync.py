@@ -423,13 +423,13 @@ def test_an_error_inside_overlap_propagates(ranks):
 
 def raises_here_sooner_than_there():
     """On one rank a bucket has left, on the other none: the next sync would take the old one for a new one."""
-    p = parameter(1.0)
-    sync = GradientSync([p], group=dist.new_group(timeout=timedelta(seconds=20)))
-    p.square().sum().backward()
+    p, q = parameter(1.0), parameter(2.0)
+    sync = GradientSync([p, q], bucket_bytes=8, group=dist.new_group(timeout=timedelta(seconds=20)))
+    (p * q).sum().backward()
     sync()
     with suppress(ZeroDivisionError), sync.overlap():
         if dist.get_rank() == 0:
-            (p * 1000).sum().backward()
+            (p * q * 1000).sum().backward()  # the last bucket waits for the end of the block
         raise ZeroDivisionError
     with pytest.raises(MismatchError, match=r"after blocks that raised when 1 buckets had been sent"):
         sync()

@@ -56,11 +56,19 @@ class Buffers:
 class Bucket:
     """Gradients of one device and dtype in one flat tensor.
 
-    `members`: their places in `specs`. Call fill, start and wait; then `views` holds the sums over the ranks.
+    `members`: their places in `specs`. Call fill, start and wait; then `views` holds the sums over the ranks. A bucket with a
+    flag has one element more: after wait(), flag_is_up() says on every rank whether any rank has called raise_flag().
     """
 
     def __init__(
-        self, members: Sequence[int], specs: Sequence[GradientSpec], buffers: Buffers, slot: int, at_least: int
+        self,
+        members: Sequence[int],
+        specs: Sequence[GradientSpec],
+        buffers: Buffers,
+        slot: int,
+        at_least: int,
+        *,
+        has_flag: bool = False,
     ) -> None:
         self.members = tuple(members)
         self.shapes = [specs[member].shape for member in members]
@@ -76,6 +84,8 @@ class Bucket:
         self._work: torch.distributed.Work | None = None
         self.views: list[Tensor] = []
         self.in_place = False
+        self.has_flag = has_flag
+        self._flag = torch.empty(0)
         self.last_to_come = len(self.members) - 1  # the gradient that backward computed last: the one of the first parameter
 
     def needs_no_copy(self, grads: Sequence[Tensor | None]) -> bool:
@@ -96,6 +106,7 @@ class Bucket:
                 self._wire.mul_(scale)
             return
         self._wire = self._allocate()
+        self._flag.zero_()
         self.views = self._own_views
         present = [grad for grad in grads if grad is not None]
         views = self.views
@@ -111,8 +122,15 @@ class Bucket:
             if scale != 1:
                 self._wire.mul_(scale)
 
+    def raise_flag(self) -> None:
+        self._flag.fill_(1)
+
+    def flag_is_up(self) -> bool:
+        """Return whether any rank has raised it. On an accelerator, the host would wait for the device."""
+        return bool(self._flag)
+
     def start(self, pg: ProcessGroup) -> None:
-        if self._wire is not None and self.numel:
+        if self._wire is not None and self._wire.numel():
             self._work = start_all_reduce(self._wire, pg)
 
     def wait(self) -> None:
@@ -124,8 +142,9 @@ class Bucket:
     def _allocate(self) -> Tensor:
         """Return the flat tensor. Its memory is taken when first needed: a gradient that is reduced in place needs none."""
         if self._own_wire is None:
-            flat = self._buffers.take(self.device, self.dtype, self._slot, max(self.numel, self._at_least))[: self.numel]
-            parts = flat.split_with_sizes(self.sizes)
+            length = self.numel + self.has_flag
+            flat = self._buffers.take(self.device, self.dtype, self._slot, max(length, self._at_least))[:length]
+            *parts, self._flag = flat.split_with_sizes([*self.sizes, length - self.numel])
             self._own_views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
             self._own_wire = _real(flat)
         return self._own_wire
@@ -162,16 +181,22 @@ def plan_buckets(
 def make_buckets(
     specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int, buffers: Buffers, slots: int | None
 ) -> list[Bucket]:
-    """Return the buckets of `plan_buckets`. They take turns in `slots` pieces of memory; with slots=None each has its own."""
+    """Return the buckets of `plan_buckets`. They take turns in `slots` pieces of memory.
+
+    With slots=None each has its own, and the last one has a flag if it is on a CPU.
+    """
     totals = _total_bytes(specs, members)
     buckets = []
-    for place, bucket in enumerate(plan_buckets(specs, members, bucket_bytes, alone=slots is not None)):
+    plan = plan_buckets(specs, members, bucket_bytes, alone=slots is not None)
+    for place, bucket in enumerate(plan):
         _, dtype, device = specs[bucket[0]]
         room = min(totals[device, dtype], bucket_bytes)
         slot = place % slots if slots else place
         if sum(specs[member].nbytes for member in bucket) > room:
             slot = -1 - slot  # its own memory: the other slots have another size
-        buckets.append(Bucket(bucket, specs, buffers, slot, room // dtype.itemsize if slots else 0))
+        at_least = room // dtype.itemsize if slots else 0
+        has_flag = slots is None and place == len(plan) - 1 and device.type == "cpu"
+        buckets.append(Bucket(bucket, specs, buffers, slot, at_least, has_flag=has_flag))
     return buckets
 
 
@@ -222,6 +247,9 @@ class BucketLauncher:
     `agreed` is asked before the first bucket is sent: where ranks are about to send different buckets, none is sent. It waits
     for a message that had the time of the first gradients to arrive. Hooks may run in any of autograd's threads, one for each
     device.
+
+    A bucket with a flag is sent by launch_rest(). Its flag is raised if this rank's gradients are not exactly those that the
+    buckets hold, all dense, or if one has changed after it was sent.
     """
 
     def __init__(
@@ -243,6 +271,9 @@ class BucketLauncher:
         self._parameters = [[parameters[member] for member in bucket.members] for bucket in buckets]
         self._before = [GradientState.now(members) for members in self._parameters]
         self._sent: list[GradientState] = []
+        self._is_usual = True  # every bucket was sent with all its gradients, and there are no others
+        expected = {member for bucket in buckets for member in bucket.members}
+        self._unexpected = [p for place, p in enumerate(parameters) if place not in expected]
         self._complete = [False for _ in buckets]
         self._streams: dict[Tensor, torch.Stream] = {}  # on which the gradient was computed, if not on a CPU
         self._handles: list[RemovableHandle] = []
@@ -285,7 +316,7 @@ class BucketLauncher:
                 self._await(place, missing[-1])
                 return
             self.buckets[place].last_to_come = which
-            self._complete[place] = True
+            self._complete[place] = not self.buckets[place].has_flag
             self._launch_complete()
 
         self._handles.append(self._parameters[place][which].register_post_accumulate_grad_hook(on_gradient))
@@ -319,7 +350,13 @@ class BucketLauncher:
             grad if grad is not None and self.specs[member].fits(grad) else None
             for member, grad in zip(bucket.members, state.grads, strict=True)
         ]
+        self._is_usual = self._is_usual and all(grad is not None for grad in dense)
         with torch.no_grad():
             bucket.fill(dense, self.scale, in_place=False)
+            if bucket.has_flag and not self._has_sent_everything():
+                bucket.raise_flag()
             bucket.start(process_group(self.ranks))
         self.launched += 1
+
+    def _has_sent_everything(self) -> bool:
+        return self._is_usual and all(p.grad is None for p in self._unexpected) and not self.late()

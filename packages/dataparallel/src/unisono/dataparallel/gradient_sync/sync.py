@@ -185,17 +185,7 @@ class GradientSync:
         with self._communicating(ranks):
             launcher.launch_rest()
             entry.result()  # raises on all ranks if no bucket was sent because they disagree
-            local = find_local_gradients(self._parameters, self._specs, late=launcher.late())
-            survey = self._start_survey("end of overlap", local, ranks)
-            for bucket in buckets:
-                bucket.wait()
-            found = survey.result()
-            if ranks.size > 1:
-                arrived = (set(found.dense) & set(self._expected)) - found.late
-                for bucket in buckets:
-                    self._write_back(bucket, local.grads, arrived)
-                self._reduce_sparse(local.grads, found.sparse, ranks)
-                self._reduce_dense(local.grads, tuple(place for place in found.dense if place not in arrived), ranks)
+            found = self._receive(launcher, ranks)
         self._finish(found)
 
     def __repr__(self) -> str:
@@ -212,17 +202,15 @@ class GradientSync:
 
     def _refresh(self) -> bool:
         """Return whether parameters are others than last time, or were moved or converted; then start over."""
-        if len(self._specs) == len(self._parameters) and all(map(GradientSpec.fits, self._specs, self._parameters)):
+        found = [(p.shape, p.dtype, p.device) for p in self._parameters]
+        if found == self._specs:
             return False
-        specs = [GradientSpec(p.shape, p.dtype, p.device) for p in self._parameters]
-        changed = specs != self._specs
-        if changed:
-            self._specs = specs
-            self._signature = parameter_signature(specs)
-            self._devices = {spec.device for spec in specs}
-            self._expect(())
-            self._plans = {}
-        return changed
+        self._specs = [GradientSpec(*spec) for spec in found]
+        self._signature = parameter_signature(self._specs)
+        self._devices = {spec.device for spec in self._specs}
+        self._expect(())
+        self._plans = {}
+        return True
 
     def _expect(self, dense: tuple[int, ...]) -> None:
         if dense != self._expected:
@@ -261,6 +249,35 @@ class GradientSync:
             buckets = make_buckets(self._specs, members, self.bucket_bytes, self._buffers, slots)
             self._plans[slots] = members, buckets
         return buckets
+
+    def _receive(self, launcher: BucketLauncher, ranks: GroupRanks) -> GlobalGradients:
+        """Write what the buckets of a block bring into the gradients, and sync those that were not in them.
+
+        A flag in the last bucket says if there are such on some rank; otherwise a second survey is spared. On accelerators,
+        where the host would wait for the flag, there is none, and the survey is on its way while the buckets are.
+        """
+        has_flag = any(bucket.has_flag for bucket in launcher.buckets)
+
+        def start_survey() -> tuple[LocalGradients, Survey]:
+            local = find_local_gradients(self._parameters, self._specs, late=launcher.late())
+            return local, self._start_survey("end of overlap", local, ranks)
+
+        started = None if has_flag else start_survey()
+        for bucket in launcher.buckets:
+            bucket.wait()
+        if has_flag and not launcher.buckets[-1].flag_is_up():
+            for bucket in launcher.buckets:
+                self._write_back(bucket, [p.grad for p in self._parameters])
+            return GlobalGradients(self._expected, {}, frozenset())
+        local, survey = started or start_survey()
+        found = survey.result()
+        if ranks.size > 1:
+            arrived = (set(found.dense) & set(self._expected)) - found.late
+            for bucket in launcher.buckets:
+                self._write_back(bucket, local.grads, arrived)
+            self._reduce_sparse(local.grads, found.sparse, ranks)
+            self._reduce_dense(local.grads, tuple(place for place in found.dense if place not in arrived), ranks)
+        return found
 
     def _plan(self, grads: Sequence[Tensor | None], members: tuple[int, ...]) -> tuple[list[Bucket], bool]:
         """Return the buckets, and whether gradients share memory: then none may be written before all have been read."""
