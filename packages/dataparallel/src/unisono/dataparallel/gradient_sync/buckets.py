@@ -86,6 +86,8 @@ class Bucket:
         self.in_place = False
         self.has_flag = has_flag
         self._flag = torch.empty(0)
+        # whether its memory can become that of its gradient: no other bucket uses it
+        self._is_exchangeable = at_least == 0 and len(self.members) == 1 and not has_flag and self.device.type == "cpu"
         self.last_to_come = len(self.members) - 1  # the gradient that backward computed last: the one of the first parameter
 
     def needs_no_copy(self, grads: Sequence[Tensor | None]) -> bool:
@@ -129,6 +131,14 @@ class Bucket:
         """Return whether any rank has raised it. On an accelerator, the host would wait for the device."""
         return bool(self._flag)
 
+    def exchange(self, grad: Tensor) -> bool:
+        """Give the memory with the sum to `grad` and take that of `grad` instead of a copy. Return whether it was possible."""
+        if not (self._is_exchangeable and _is_the_only_one(grad)):
+            return False
+        mine, grad.data = grad.data, self.views[0]
+        self._own_views, self._own_wire = [mine], _real(mine.view(-1))
+        return True
+
     def start(self, pg: ProcessGroup) -> None:
         if self._wire is not None and self._wire.numel():
             self._work = start_all_reduce(self._wire, pg)
@@ -143,21 +153,22 @@ class Bucket:
         """Return the flat tensor. Its memory is taken when first needed: a gradient that is reduced in place needs none."""
         if self._own_wire is None:
             length = self.numel + self.has_flag
-            flat = self._buffers.take(self.device, self.dtype, self._slot, max(length, self._at_least))[:length]
+            if self._is_exchangeable:
+                flat = torch.empty(length, dtype=self.dtype, device=self.device)
+            else:
+                flat = self._buffers.take(self.device, self.dtype, self._slot, max(length, self._at_least))[:length]
             *parts, self._flag = flat.split_with_sizes([*self.sizes, length - self.numel])
             self._own_views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
             self._own_wire = _real(flat)
         return self._own_wire
 
 
-def plan_buckets(
-    specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int, *, alone: bool = False
-) -> list[list[int]]:
+def plan_buckets(specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int) -> list[list[int]]:
     """Return which of the `members` share a bucket, in the order in which the buckets become complete.
 
     Backward makes the gradients of the last parameters first. A bucket has one device and one dtype and at most
-    `bucket_bytes`, unless a single gradient is larger. The first of several is sent early. With `alone`, large gradients on
-    CPUs have buckets of their own, in which they can be reduced without a copy.
+    `bucket_bytes`, unless a single gradient is larger. The first of several is sent early. Large gradients on CPUs have
+    buckets of their own, which spares copies.
     """
     filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     used: dict[tuple[torch.device, torch.dtype], int] = {}
@@ -166,7 +177,7 @@ def plan_buckets(
     for member in sorted(members, reverse=True):
         spec = specs[member]
         kind = spec.device, spec.dtype
-        if alone and spec.nbytes >= _ALONE and spec.device.type == "cpu":
+        if spec.nbytes >= _ALONE and spec.device.type == "cpu":
             full.append([member])
             continue
         if kind in filling and (used[kind] + spec.nbytes > bucket_bytes or (kind in early and used[kind] >= _FIRST)):
@@ -187,7 +198,7 @@ def make_buckets(
     """
     totals = _total_bytes(specs, members)
     buckets = []
-    plan = plan_buckets(specs, members, bucket_bytes, alone=slots is not None)
+    plan = plan_buckets(specs, members, bucket_bytes)
     for place, bucket in enumerate(plan):
         _, dtype, device = specs[bucket[0]]
         room = min(totals[device, dtype], bucket_bytes)
@@ -216,6 +227,18 @@ def _can_reduce_in_place(grad: Tensor) -> bool:
         and not grad.is_conj()
         and not grad.is_neg()
         and grad.untyped_storage().nbytes() == grad.numel() * grad.dtype.itemsize
+    )
+
+
+def _is_the_only_one(grad: Tensor) -> bool:
+    """Return whether `grad` is known only as p.grad, and nothing else knows its memory, not even numpy or DLPack."""
+    storage = grad.untyped_storage()
+    return (
+        grad._use_count() == 2  # p.grad, and `grad` itself
+        and torch._C._storage_Use_Count(storage._cdata) == 2  # `grad` and `storage`
+        and storage.resizable()
+        and grad.is_contiguous()
+        and not (grad.requires_grad or grad.is_conj() or grad.is_neg())
     )
 
 

@@ -363,7 +363,7 @@ class GradientSync:
                 parameter.grad = torch.empty_like(parameter.detach()).copy_(view)
             elif grad.is_neg() or (bucket.dtype.is_complex and grad.is_conj()):
                 grad.copy_(view)
-            else:
+            elif not bucket.exchange(grad):
                 targets.append(grad)
                 sources.append(view)
         if targets:
