@@ -56,8 +56,9 @@ class Buffers:
 class Bucket:
     """Gradients of one device and dtype in one flat tensor.
 
-    `members`: their places in `specs`. Call fill, start and wait; then `views` holds the sums over the ranks. A bucket with a
-    flag has one element more: after wait(), flag_is_up() says on every rank whether any rank has called raise_flag().
+    `members`: their places in `specs`. `at_least`: elements of a slot that other buckets use, too; None if it is not shared.
+    Call fill, start and wait; then `views` holds the sums over the ranks. A bucket with a flag has one element more: after
+    wait(), flag_is_up() says on every rank whether any rank has called raise_flag().
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Bucket:
         specs: Sequence[GradientSpec],
         buffers: Buffers,
         slot: int,
-        at_least: int,
+        at_least: int | None,
         *,
         has_flag: bool = False,
     ) -> None:
@@ -86,8 +87,8 @@ class Bucket:
         self.in_place = False
         self.has_flag = has_flag
         self._flag = torch.empty(0)
-        # whether its memory can become that of its gradient: no other bucket uses it
-        self._is_exchangeable = at_least == 0 and len(self.members) == 1 and not has_flag and self.device.type == "cpu"
+        # whether its memory can become that of its gradient
+        self._is_exchangeable = at_least is None and len(self.members) == 1 and not has_flag and self.device.type == "cpu"
         self.last_to_come = len(self.members) - 1  # the gradient that backward computed last: the one of the first parameter
 
     def needs_no_copy(self, grads: Sequence[Tensor | None]) -> bool:
@@ -108,7 +109,8 @@ class Bucket:
                 self._wire.mul_(scale)
             return
         self._wire = self._allocate()
-        self._flag.zero_()
+        if self.has_flag:
+            self._flag.zero_()
         self.views = self._own_views
         present = [grad for grad in grads if grad is not None]
         views = self.views
@@ -156,7 +158,7 @@ class Bucket:
             if self._is_exchangeable:
                 flat = torch.empty(length, dtype=self.dtype, device=self.device)
             else:
-                flat = self._buffers.take(self.device, self.dtype, self._slot, max(length, self._at_least))[:length]
+                flat = self._buffers.take(self.device, self.dtype, self._slot, max(length, self._at_least or 0))[:length]
             *parts, self._flag = flat.split_with_sizes([*self.sizes, length - self.numel])
             self._own_views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
             self._own_wire = _real(flat)
@@ -166,26 +168,29 @@ class Bucket:
 def plan_buckets(specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int) -> list[list[int]]:
     """Return which of the `members` share a bucket, in the order in which the buckets become complete.
 
-    Backward makes the gradients of the last parameters first. A bucket has one device and one dtype and at most
-    `bucket_bytes`, unless a single gradient is larger. The first of several is sent early. Large gradients on CPUs have
-    buckets of their own, which spares copies.
+    Backward makes the gradients of the last parameters first. A bucket has one device and one dtype and is complete when it
+    has `bucket_bytes`, as in DDP; the first of several is complete earlier. Large gradients are alone, which spares copies.
     """
     filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     used: dict[tuple[torch.device, torch.dtype], int] = {}
-    early = {kind for kind, total in _total_bytes(specs, members).items() if total > bucket_bytes}
+    for member in members:
+        _, dtype, device = specs[member]
+        used[device, dtype] = used.get((device, dtype), 0) + specs[member].nbytes
+    limits = {kind: bucket_bytes if total <= bucket_bytes else min(bucket_bytes, _FIRST) for kind, total in used.items()}
+    used = dict.fromkeys(used, 0)
     full: list[list[int]] = []
     for member in sorted(members, reverse=True):
         spec = specs[member]
         kind = spec.device, spec.dtype
-        if spec.nbytes >= _ALONE and spec.device.type == "cpu":
+        if spec.nbytes >= (min(_ALONE, bucket_bytes) if spec.device.type == "cpu" else bucket_bytes):
             full.append([member])
             continue
-        if kind in filling and (used[kind] + spec.nbytes > bucket_bytes or (kind in early and used[kind] >= _FIRST)):
+        filling.setdefault(kind, []).append(member)
+        used[kind] += spec.nbytes
+        if used[kind] >= limits[kind]:
             full.append(filling.pop(kind))
             used[kind] = 0
-            early.discard(kind)
-        filling.setdefault(kind, []).append(member)
-        used[kind] = used.get(kind, 0) + spec.nbytes
+            limits[kind] = bucket_bytes
     return sorted([*full, *filling.values()], key=lambda bucket: -bucket[-1])
 
 
@@ -196,27 +201,25 @@ def make_buckets(
 
     With slots=None each has its own, and the last one has a flag if it is on a CPU.
     """
-    totals = _total_bytes(specs, members)
-    buckets = []
     plan = plan_buckets(specs, members, bucket_bytes)
-    for place, bucket in enumerate(plan):
+    sizes = [sum(specs[member].shape.numel() for member in bucket) for bucket in plan]
+    rooms: dict[tuple[torch.device, torch.dtype], int] = {}
+    for bucket, size in zip(plan, sizes, strict=True):
         _, dtype, device = specs[bucket[0]]
-        room = min(totals[device, dtype], bucket_bytes)
-        slot = place % slots if slots else place
-        if sum(specs[member].nbytes for member in bucket) > room:
-            slot = -1 - slot  # its own memory: the other slots have another size
-        at_least = room // dtype.itemsize if slots else 0
-        has_flag = slots is None and place == len(plan) - 1 and device.type == "cpu"
-        buckets.append(Bucket(bucket, specs, buffers, slot, at_least, has_flag=has_flag))
+        if len(bucket) > 1:
+            rooms[device, dtype] = max(size, rooms.get((device, dtype), 0))
+    buckets = []
+    for place, (bucket, size) in enumerate(zip(plan, sizes, strict=True)):
+        _, dtype, device = specs[bucket[0]]
+        if slots is None:
+            has_flag = place == len(plan) - 1 and device.type == "cpu"
+            buckets.append(Bucket(bucket, specs, buffers, place, None, has_flag=has_flag))
+            continue
+        room = rooms.get((device, dtype), 0)
+        turn = place % slots
+        slot = turn if size <= room else -1 - turn  # its own memory: the other slots have another size
+        buckets.append(Bucket(bucket, specs, buffers, slot, room))
     return buckets
-
-
-def _total_bytes(specs: Sequence[GradientSpec], members: Collection[int]) -> dict[tuple[torch.device, torch.dtype], int]:
-    totals: dict[tuple[torch.device, torch.dtype], int] = {}
-    for member in members:
-        _, dtype, device = specs[member]
-        totals[device, dtype] = totals.get((device, dtype), 0) + specs[member].nbytes
-    return totals
 
 
 def _can_reduce_in_place(grad: Tensor) -> bool:
@@ -295,8 +298,10 @@ class BucketLauncher:
         self._before = [GradientState.now(members) for members in self._parameters]
         self._sent: list[GradientState] = []
         self._is_usual = True  # every bucket was sent with all its gradients, and there are no others
-        expected = {member for bucket in buckets for member in bucket.members}
-        self._unexpected = [p for place, p in enumerate(parameters) if place not in expected]
+        self._unexpected: list[Tensor] = []
+        if sum(len(bucket.members) for bucket in buckets) < len(parameters):
+            expected = {member for bucket in buckets for member in bucket.members}
+            self._unexpected = [p for place, p in enumerate(parameters) if place not in expected]
         self._complete = [False for _ in buckets]
         self._streams: dict[Tensor, torch.Stream] = {}  # on which the gradient was computed, if not on a CPU
         self._handles: list[RemovableHandle] = []
@@ -322,7 +327,7 @@ class BucketLauncher:
     def late(self) -> list[int]:
         """Return the members whose p.grad has changed after it was sent."""
         late: list[int] = []
-        for bucket, parameters, sent in zip(self.buckets, self._parameters, self._sent, strict=True):
+        for bucket, parameters, sent in zip(self.buckets, self._parameters, self._sent, strict=False):
             late += compress(bucket.members, sent.changes(GradientState.now(parameters)))
         return late
 
@@ -362,13 +367,12 @@ class BucketLauncher:
 
     def _launch(self) -> None:
         bucket, parameters = self.buckets[self.launched], self._parameters[self.launched]
-        if streams := {self._streams[p] for p in parameters if p in self._streams}:
+        if bucket.device.type != "cpu" and (streams := {self._streams[p] for p in parameters if p in self._streams}):
             # The last gradient may have been computed on another stream than the others, or on another device.
             current = torch.accelerator.current_stream(bucket.device)
             for stream in streams - {current}:
                 current.wait_stream(stream)
         state = GradientState.now(parameters)
-        self._sent.append(state)
         dense = [
             grad if grad is not None and self.specs[member].fits(grad) else None
             for member, grad in zip(bucket.members, state.grads, strict=True)
@@ -379,6 +383,7 @@ class BucketLauncher:
             if bucket.has_flag and not self._has_sent_everything():
                 bucket.raise_flag()
             bucket.start(process_group(self.ranks))
+        self._sent.append(state)
         self.launched += 1
 
     def _has_sent_everything(self) -> bool:

@@ -7,7 +7,7 @@ sent.
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from operator import is_
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -113,7 +113,8 @@ class GradientSync:
             self._problem = f"reduce must be 'mean' or 'sum', got {reduce!r}"
         if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
             self._problem = f"bucket_bytes must be a positive int, got {bucket_bytes!r}"
-        self._parameters: list[Tensor] = []  # those that required a gradient in the last call
+        self._trainable: list[bool] = []  # of each given parameter, in the last call
+        self._parameters: list[Tensor] = []  # those that required a gradient
         self._specs: list[GradientSpec] = []
         self._devices: set[torch.device] = set()
         self._signature = ""
@@ -194,9 +195,10 @@ class GradientSync:
     def _begin(self) -> GroupRanks:
         if self._overlapping:
             raise RuntimeError("GradientSync: called inside its own overlap() block, which syncs when it is left")
-        trainable = [p for p in self._given if p.requires_grad]
-        if len(trainable) != len(self._parameters) or not all(map(is_, trainable, self._parameters)):
-            self._parameters = trainable
+        trainable = [p.requires_grad for p in self._given]
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._parameters = list(compress(self._given, trainable))
             self._refresh()
         return resolve_group(self.group)
 
@@ -266,8 +268,9 @@ class GradientSync:
         for bucket in launcher.buckets:
             bucket.wait()
         if has_flag and not launcher.buckets[-1].flag_is_up():
+            grads = [p.grad for p in self._parameters]
             for bucket in launcher.buckets:
-                self._write_back(bucket, [p.grad for p in self._parameters])
+                self._write_back(bucket, grads)
             return GlobalGradients(self._expected, {}, frozenset())
         local, survey = started or start_survey()
         found = survey.result()
