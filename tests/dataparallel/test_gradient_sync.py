@@ -488,6 +488,8 @@ def large_gradients(how):
         assert seen[step] is None or float(seen[step][0]) == 0.5 + step, "an alias sees the mean"
         kept.append(large.grad)
         assert [float(grad[-1]) for grad in kept] == [0.5 + k for k in range(step + 1)], "a gradient that is kept stays"
+        users = torch._C._storage_Use_Count(other.grad.untyped_storage()._cdata)
+        assert users == 2, "p.grad and the storage here: nothing else holds the memory when p.grad is set to None"
     assert large.grad.untyped_storage().nbytes() == 2**22
 
 

@@ -3,6 +3,7 @@
 BucketLauncher sends them during backward: each as soon as its gradients exist, in the same order on every rank.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -138,6 +139,7 @@ class Bucket:
         if not (self._is_exchangeable and _is_the_only_one(grad)):
             return False
         mine, grad.data = grad.data, self.views[0]
+        self.views = []  # the bucket must not hold the memory of the gradient any longer
         self._own_views, self._own_wire = [mine], _real(mine.view(-1))
         return True
 
@@ -159,7 +161,8 @@ class Bucket:
                 flat = torch.empty(length, dtype=self.dtype, device=self.device)
             else:
                 flat = self._buffers.take(self.device, self.dtype, self._slot, max(length, self._at_least or 0))[:length]
-            *parts, self._flag = flat.split_with_sizes([*self.sizes, length - self.numel])
+            parts = flat[: self.numel].split_with_sizes(self.sizes)
+            self._flag = flat[self.numel :] if self.has_flag else self._flag
             self._own_views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
             self._own_wire = _real(flat)
         return self._own_wire
@@ -172,12 +175,11 @@ def plan_buckets(specs: Sequence[GradientSpec], members: Collection[int], bucket
     has `bucket_bytes`, as in DDP; the first of several is complete earlier. Large gradients are alone, which spares copies.
     """
     filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    used: dict[tuple[torch.device, torch.dtype], int] = {}
+    totals: Counter[tuple[torch.device, torch.dtype]] = Counter()
     for member in members:
-        _, dtype, device = specs[member]
-        used[device, dtype] = used.get((device, dtype), 0) + specs[member].nbytes
-    limits = {kind: bucket_bytes if total <= bucket_bytes else min(bucket_bytes, _FIRST) for kind, total in used.items()}
-    used = dict.fromkeys(used, 0)
+        totals[specs[member].device, specs[member].dtype] += specs[member].nbytes
+    limits = {kind: bucket_bytes if total <= bucket_bytes else min(bucket_bytes, _FIRST) for kind, total in totals.items()}
+    used = dict.fromkeys(totals, 0)
     full: list[list[int]] = []
     for member in sorted(members, reverse=True):
         spec = specs[member]
@@ -202,23 +204,19 @@ def make_buckets(
     With slots=None each has its own, and the last one has a flag if it is on a CPU.
     """
     plan = plan_buckets(specs, members, bucket_bytes)
+    if slots is None:
+        flagged = len(plan) - 1 if plan and specs[plan[-1][0]].device.type == "cpu" else None
+        return [Bucket(bucket, specs, buffers, place, None, has_flag=place == flagged) for place, bucket in enumerate(plan)]
     sizes = [sum(specs[member].shape.numel() for member in bucket) for bucket in plan]
-    rooms: dict[tuple[torch.device, torch.dtype], int] = {}
-    for bucket, size in zip(plan, sizes, strict=True):
-        _, dtype, device = specs[bucket[0]]
-        if len(bucket) > 1:
-            rooms[device, dtype] = max(size, rooms.get((device, dtype), 0))
+    kinds = [specs[bucket[0]][1:] for bucket in plan]
+    rooms = dict.fromkeys(kinds, 0)
+    for kind, size, bucket in zip(kinds, sizes, plan, strict=True):
+        rooms[kind] = max(rooms[kind], size if len(bucket) > 1 else 0)
     buckets = []
-    for place, (bucket, size) in enumerate(zip(plan, sizes, strict=True)):
-        _, dtype, device = specs[bucket[0]]
-        if slots is None:
-            has_flag = place == len(plan) - 1 and device.type == "cpu"
-            buckets.append(Bucket(bucket, specs, buffers, place, None, has_flag=has_flag))
-            continue
-        room = rooms.get((device, dtype), 0)
+    for place, (kind, size, bucket) in enumerate(zip(kinds, sizes, plan, strict=True)):
         turn = place % slots
-        slot = turn if size <= room else -1 - turn  # its own memory: the other slots have another size
-        buckets.append(Bucket(bucket, specs, buffers, slot, room))
+        slot = turn if size <= rooms[kind] else -1 - turn  # its own memory: the other slots have another size
+        buckets.append(Bucket(bucket, specs, buffers, slot, rooms[kind]))
     return buckets
 
 

@@ -48,7 +48,8 @@ def sync_gradients(
     parameter.
 
     reduce="mean" divides by the number of ranks first, as DDP does; use it with losses of grad_reduce="mean", and "sum" with
-    grad_reduce="sum". Gradients are sent in their own dtype, in buckets of up to `bucket_bytes`.
+    grad_reduce="sum". Gradients are sent in their own dtype, in buckets of about `bucket_bytes`, as DDP does. On CPUs,
+    gradients from 4 MiB on are sent from where they are.
 
     Raises the same error on all ranks, before any gradient is touched, if the ranks have different parameters or if one
     gradient cannot be synced: one small message compares them first. DTensors and the sharded tables of unisono.embedding
@@ -157,11 +158,12 @@ class GradientSync:
         Memory: the buckets of all gradients stay allocated between steps, as in DDP: as much again as the gradients themselves.
         A call outside of overlap() needs three buckets only.
 
-        The ranks validate the call in one small message on entering and one on leaving, without waiting for them: the first
-        must have arrived when the first bucket is ready, the second when all buckets are reduced. If the ranks disagree, the
-        first block raises on entering and later ones on leaving; no gradient is touched. If the block raises on one rank, the
-        error propagates there at once, and the gradients are as its own backward left them. The other ranks wait for its
-        buckets, and raise when its process ends or the group's timeout has passed.
+        The ranks validate the call in one small message on entering, which must have arrived when the first bucket is ready.
+        If the ranks disagree, the first block raises on entering and later ones on leaving; no gradient is touched. On CPUs
+        the last bucket is sent on leaving; it says whether some rank has other gradients than expected, and only then a second
+        message follows. On accelerators, where the host would have to wait for it, that message is always sent, beside the last
+        buckets. If the block raises on one rank, the error propagates there at once, and the gradients are as its own backward
+        left them. The other ranks wait for its buckets, and raise when its process ends or the group's timeout has passed.
         """
         ranks = self._begin()
         self._refresh()
