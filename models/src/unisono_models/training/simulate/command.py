@@ -294,8 +294,6 @@ class Simulation:
         parallel = getattr(self.config, "parallel", None)
         if parallel is not None and parallel.compile:
             notes.append("torch.compile is not simulated: it would fuse kernels, and touch less memory.")
-        if parallel is not None and parallel.kind != "ddp" and costs.topology.world_size > 1:
-            notes.append("FSDP2 is added by formula: see training/simulate/fsdp.py.")
         if costs.batch < costs.topology.world_size:
             notes.append(f"The batch of {costs.batch:,} leaves {costs.topology.world_size - costs.batch:,} ranks without rows.")
         return notes
