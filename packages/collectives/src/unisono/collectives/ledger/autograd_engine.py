@@ -50,6 +50,7 @@ class _Task:
     create_graph: bool
     callbacks: list[Callable[[], None]] = field(default_factory=list)
     unpacked: list[_Saved] = field(default_factory=list)
+    executed: set[Any] = field(default_factory=set)
 
 
 class PythonEngine:
@@ -67,12 +68,16 @@ class PythonEngine:
         def current_task() -> int:
             return self._tasks[-1].id if self._tasks else -1
 
+        def will_execute(node: Any) -> bool:
+            return node in self._tasks[-1].executed
+
         with (
             saved_tensors_hooks(_Saved, self._unpack),
             mock.patch.object(torch.autograd.graph, "_engine_run_backward", run),
             mock.patch.object(torch.autograd, "_engine_run_backward", run),
             mock.patch.object(torch.autograd.Variable, "_execution_engine", self),
             mock.patch.object(torch._C, "_current_graph_task_id", current_task),
+            mock.patch.object(torch._C, "_will_engine_execute_node", will_execute),
             mock.patch.object(torch.Tensor, "register_hook", _register_hook(torch.Tensor.register_hook)),
             mock.patch.object(torch.Tensor, "retain_grad", _retain_grad(torch.Tensor.retain_grad)),
             mock.patch.object(BackwardCFunction, "register_hook", _register_node_hook("after")),  # those of nn.Module, too
@@ -130,6 +135,7 @@ class PythonEngine:
                 if isinstance(x, Tensor) and not x.is_leaf:
                     x.retain_grad()
         order = _Order(roots, wanted, run_wanted=accumulate_grad)
+        task.executed = order.executed
         arriving: dict[Any, list[Tensor | None]] = {}
         captured: dict[tuple[Any, int], Tensor] = {}
         ready: list[tuple[int, int, Any]] = []

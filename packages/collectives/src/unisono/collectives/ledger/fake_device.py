@@ -24,7 +24,11 @@ optimizer: Any = sys.modules["torch.optim.optimizer"]  # torch.optim has no attr
 @contextmanager
 def fake_cuda(ledger: Ledger, *, rank: int, devices: int, memory: int, capability: tuple[int, int]) -> Iterator[None]:
     """Let torch.cuda answer as if there were a device, and count the calls that wait for it."""
-    current = rank % devices
+    current = [rank % devices]
+
+    def set_device(device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        current[0] = current[0] if index is None else index
 
     class Stream(_Stream):
         def synchronize(self) -> None:
@@ -49,8 +53,8 @@ def fake_cuda(ledger: Ledger, *, rank: int, devices: int, memory: int, capabilit
         "_lazy_init": lambda: None,
         "init": lambda: None,
         "device_count": lambda: devices,
-        "current_device": lambda: current,
-        "set_device": lambda device: None,
+        "current_device": lambda: current[0],
+        "set_device": set_device,
         "device": lambda device=None: nullcontext(),
         "get_device_capability": lambda device=None: capability,
         "get_device_name": lambda device=None: properties.name,
@@ -81,7 +85,7 @@ def fake_cuda(ledger: Ledger, *, rank: int, devices: int, memory: int, capabilit
         "is_available": lambda: True,
         "current_accelerator": lambda check_available=False: accelerator,
         "device_count": lambda: devices,
-        "current_device_index": lambda: current,
+        "current_device_index": lambda: current[0],
         "current_stream": lambda device=None: stream,
         "synchronize": synchronize,
     }

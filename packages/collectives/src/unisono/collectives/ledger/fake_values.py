@@ -39,6 +39,8 @@ def run_on_fake_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     `keep_data` computes with real tensors on the CPU where the data is known: a schedule by `torch.linspace(...).tolist()` is
     then that of a real run. It is for simulations of another device.
     """
+    if (device := kwargs.get("device")) is not None and device.type == "cuda":  # a rank has one device, the current one
+        kwargs = {**kwargs, "device": torch.device("cuda", torch.cuda.current_device())}
     if keep_data and _has_data(func, args, kwargs):
         with unset_fake_temporarily():
             return func(*args, **kwargs)
