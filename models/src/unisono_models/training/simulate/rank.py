@@ -92,7 +92,7 @@ def simulate_step(
         options: For `simulate_rank`: the memory and the capability of the device.
     """
     world_size = topology.world_size
-    parallel = getattr(config, "parallel", None)
+    parallel: Any = getattr(config, "parallel", None)
     if getattr(parallel, "kind", "") == "hybrid" and parallel.shard is None:  # real ranks ask each other for their hosts
         config = replace(config, parallel=replace(parallel, shard=topology.gpus))
     with (

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class KernelGroup(NamedTuple):
@@ -137,7 +137,8 @@ class Hardware:
             known = ", ".join(constant.name for constant in self.constants())
             raise KeyError(f"{self.name} has no constant {name!r}; it has {known}")
         scaled = float(f"{value * _UNITS[field_name][1]:.12g}")  # 3 microseconds are 3e-06, not 2.9999999999999997e-06
-        return replace(self, memory=int(scaled)) if name == "memory" else replace(self, **{field_name: scaled})
+        changed: dict[str, Any] = {field_name: int(scaled) if name == "memory" else scaled}
+        return replace(self, **changed)
 
     def __str__(self) -> str:
         lines: dict[str, list[str]] = {}
