@@ -68,7 +68,7 @@ def test_growth_is_shown_from_1_to_4096_ranks(tmp_path):
 def test_a_setting_that_makes_it_fit_is_found_by_trying(tmp_path, capsys):
     run(tmp_path, "clip", "tiny", "--data.batch", "4096", "--gpus", "4", "--hardware.memory", "0.2")
     said = capsys.readouterr().out
-    assert "do not fit into 200 MB: trying other settings" in said
+    assert "do not fit into 180 MB, 90% of the device: trying other settings" in said
     assert "It does not fit" in said and "Most of it is activations" in said
     settings = [line for line in said.splitlines() if line.startswith("With --")]
     assert len(settings) == 3 and any("--loss.micro-batch" in line for line in settings)

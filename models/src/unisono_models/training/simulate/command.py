@@ -27,6 +27,7 @@ HARDWARE = {"h100": H100_SXM, "a100": A100_SXM}
 RANKS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 _MAX_RANKS = 65_536
 _CONSTANT = "--hardware."
+_USABLE = 0.9  # of a device's memory: the rest is for workspaces, NCCL's buffers, the CUDA context and fragments
 _HELP = """usage: ./scripts/simulate MODEL [RECIPE | --config RUN] [options] [--field VALUE ...]
 
 Counts what one rank of many does in one training step: memory, FLOPs, bytes, collectives, waits; and models its time.
@@ -185,11 +186,14 @@ class Simulation:
         return show_progress(points, "ranks: 1 to 4,096", aloud=True)
 
     def _remedies(self, costs: StepCosts) -> list[Remedy]:
-        if costs.peak <= self.hardware.memory:
+        if self._fits(costs):
             return []
-        size, room = readable(costs.peak, "B"), readable(self.hardware.memory, "B")
-        print(f"{size} do not fit into {room}: trying other settings", flush=True)
-        return find_remedies(self.simulate, self.config, self.topology, memory=self.hardware.memory)
+        size, room = readable(costs.peak, "B"), readable(_USABLE * self.hardware.memory, "B")
+        print(f"{size} do not fit into {room}, {_USABLE:.0%} of the device: trying other settings", flush=True)
+        return find_remedies(self.simulate, self.config, self.topology, memory=int(_USABLE * self.hardware.memory))
+
+    def _fits(self, costs: StepCosts) -> bool:
+        return costs.peak <= _USABLE * self.hardware.memory
 
     # What is shown
 
@@ -198,10 +202,11 @@ class Simulation:
 
     def _advice(self, costs: StepCosts, remedies: Sequence[Remedy]) -> list[str]:
         size, room = readable(costs.peak, "B"), readable(self.hardware.memory, "B")
-        if costs.peak <= self.hardware.memory:
-            return [f"It fits: {size} of {room} at the peak. A caching allocator reserves some percent more."]
+        spare = f"{1 - _USABLE:.0%} of the device are for what is not counted, such as the fragments of the caching allocator."
+        if self._fits(costs):
+            return [f"It fits: {size} of {room} at the peak. {spare}"]
         largest = max(costs.memory, key=costs.memory.__getitem__)
-        lines = [f"It does not fit: {size} at the peak, and the device has {room}. Most of it is {largest}."]
+        lines = [f"It does not fit: {size} at the peak, and the device has {room}. Most of it is {largest}. {spare}"]
         for remedy in remedies:
             then = remedy.costs
             time = readable(then.time(self.hardware).estimate, "s")
@@ -255,7 +260,7 @@ class Simulation:
                     "batch": costs.batch,
                     "rows": costs.rows,
                     "memory": readable(costs.peak, "B"),
-                    "fits": "yes" if costs.peak <= self.hardware.memory else "no",
+                    "fits": "yes" if self._fits(costs) else "no",
                     "links": readable(inside, "B"),
                     "NIC": readable(network, "B"),
                     "at least": readable(parts.lower_bound, "s"),

@@ -122,7 +122,8 @@ def _lines(figure: Figure, ranks: Sequence[int], lines: Mapping[str, Sequence[fl
     if shown:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")  # the default one writes 10^2 in TeX
-        axes.set_ylim(bottom=max(map(max, shown.values())) / 3000)
+        smallest = min(value for values in shown.values() for value in values if value > 0)
+        axes.set_ylim(bottom=max(max(map(max, shown.values())) / 3000, smallest / 3))
     _finish(axes, ranks, title)
 
 
