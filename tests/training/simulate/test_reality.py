@@ -21,7 +21,7 @@ FSDP = ("clip", "tiny", "--data.batch", "64", "--parallel.kind", "fsdp")
 @pytest.mark.parametrize(
     ("training", "world_size"),
     [*((training, world_size) for training in TRAININGS for world_size in (2, 4)), (FSDP, 4)],
-    ids=lambda given: " ".join((given[0], *given[4:])) if isinstance(given, tuple) else None,
+    ids=lambda given: f"{given[0]}{'-fsdp' * (given is FSDP)}" if isinstance(given, tuple) else None,
 )
 def test_memory_and_bytes_of_a_real_step_are_predicted_within_5_percent(training, world_size):
     model, recipe, *fields = training
