@@ -86,13 +86,26 @@ def _same_ids(row_ids, column_ids, rows, columns, n_rows, n_columns):
 
 
 @triton.jit
-def _store_log_sums(parts, n, index, ok, tile, chosen, factor, axis: tl.constexpr):
-    """Store shift and sum of 2**(factor * tile - shift) along `axis`. The shift is -inf where nothing was chosen."""
-    top = tl.max(tl.where(chosen, tile * factor, -float("inf")), axis)
+def _store_log_sums(parts, n, index, ok, logits, axis: tl.constexpr):
+    """Store shift and sum of 2**(logits - shift) along `axis`. The shift is -inf where all logits are."""
+    top = tl.max(logits, axis)
     shift = tl.where(top == -float("inf"), 0.0, top)
-    powers = tl.exp2(tl.fma(tile, factor + tl.zeros_like(tile), -tl.expand_dims(shift, axis) + tl.zeros_like(tile)))
     tl.store(parts + index, top, mask=ok)
-    tl.store(parts + n + index, tl.sum(tl.where(chosen, powers, 0.0), axis), mask=ok)
+    tl.store(parts + n + index, tl.sum(tl.exp2(logits - tl.expand_dims(shift, axis)), axis), mask=ok)
+
+
+@triton.jit
+def _choose(logits, row_ids, column_ids, rows, columns, n_rows, n_columns, where: tl.constexpr, factor: tl.constexpr):
+    """The logits of one log-sum-exp; the others are -inf."""
+    if where == 1:
+        same = _same_ids(row_ids, column_ids, rows, columns, n_rows, n_columns)
+        logits = tl.where(same, logits, -float("inf"))
+    if where == 2:
+        same = _same_ids(row_ids, column_ids, rows, columns, n_rows, n_columns)
+        logits = tl.where(same, -float("inf"), logits)
+    if factor != 1.0:
+        logits = logits * factor
+    return logits
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -100,13 +113,12 @@ def statistics_kernel(
     x, y, scale, row_ids, column_ids, row_parts, column_parts, diagonal,
     n_rows, n_columns, width, x_stride, y_stride, own_start, own_stop, excluded0, excluded1, excluded2,
     factors: tl.constexpr, where: tl.constexpr, excluded_diagonals: tl.constexpr, by_column: tl.constexpr,
-    same_id_sums: tl.constexpr, has_ids: tl.constexpr, has_diagonal: tl.constexpr, scale_is_tensor: tl.constexpr,
-    log2e: tl.constexpr, even: tl.constexpr, float32_dot: tl.constexpr,
+    same_id_sums: tl.constexpr, has_diagonal: tl.constexpr, scale_is_tensor: tl.constexpr, log2e: tl.constexpr, even: tl.constexpr, float32_dot: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, block_width: tl.constexpr,
 ):  # fmt: skip
     """Statistics of the rows and columns of each tile: (shift and sum of each log-sum-exp, ..., tiles along the other side, n).
 
-    Sum and number of the logits with the same id, in units of the products, come last. `diagonal`: products of partners.
+    Sum and number of the logits with the same id come last. `diagonal`: the products of partners, without the scale.
     """
     row_blocks = tl.cdiv(n_rows, block_rows)
     column_blocks = tl.cdiv(n_columns, block_columns)
@@ -125,8 +137,7 @@ def statistics_kernel(
     takes_part = _taking_part(
         rows, columns, n_rows, n_columns, own_start, own_stop, excluded0, excluded1, excluded2, excluded_diagonals
     )
-    if has_ids:
-        same = _same_ids(row_ids, column_ids, rows, columns, n_rows, n_columns)
+    logits = tl.where(takes_part, tile * factor, -float("inf"))
     row_size = column_blocks.to(tl.int64) * n_rows  # of one kind of number
     column_size = row_blocks.to(tl.int64) * n_columns
     row_index = column_block.to(tl.int64) * n_rows + rows
@@ -134,32 +145,26 @@ def statistics_kernel(
     row_ok = rows < n_rows
     column_ok = columns < n_columns
     for k in tl.static_range(len(factors)):
-        chosen = takes_part
-        if has_ids:
-            if where[k] == 1:
-                chosen = takes_part & same
-            if where[k] == 2:
-                chosen = takes_part & ~same
-        times = factor * factors[k]
-        _store_log_sums(row_parts + 2 * k * row_size, row_size, row_index, row_ok, tile, chosen, times, 1)
+        chosen = _choose(logits, row_ids, column_ids, rows, columns, n_rows, n_columns, where[k], factors[k])
+        _store_log_sums(row_parts + 2 * k * row_size, row_size, row_index, row_ok, chosen, 1)
         if by_column:
-            _store_log_sums(column_parts + 2 * k * column_size, column_size, column_index, column_ok, tile, chosen, times, 0)
+            _store_log_sums(column_parts + 2 * k * column_size, column_size, column_index, column_ok, chosen, 0)
     if same_id_sums:
-        chosen = takes_part & same
-        logits = tl.where(chosen, tile, 0.0)
-        ones = tl.where(chosen, 1.0, 0.0)
+        same = _same_ids(row_ids, column_ids, rows, columns, n_rows, n_columns) & (logits != -float("inf"))
+        sums = tl.where(same, logits, 0.0)
+        ones = tl.where(same, 1.0, 0.0)
         row_parts += 2 * len(factors) * row_size
-        tl.store(row_parts + row_index, tl.sum(logits, 1), mask=row_ok)
+        tl.store(row_parts + row_index, tl.sum(sums, 1), mask=row_ok)
         tl.store(row_parts + row_size + row_index, tl.sum(ones, 1), mask=row_ok)
         if by_column:
             column_parts += 2 * len(factors) * column_size
-            tl.store(column_parts + column_index, tl.sum(logits, 0), mask=column_ok)
+            tl.store(column_parts + column_index, tl.sum(sums, 0), mask=column_ok)
             tl.store(column_parts + column_size + column_index, tl.sum(ones, 0), mask=column_ok)
 
 
 @triton.jit
 def _join_tiles(
-    parts, results, i, n, tiles, factor, statistic_stride, stride, log_sum_exps: tl.constexpr, same_id_sums: tl.constexpr,
+    parts, results, i, n, tiles, statistic_stride, stride, log_sum_exps: tl.constexpr, same_id_sums: tl.constexpr,
     block_parts: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     ok = i < n
@@ -186,8 +191,6 @@ def _join_tiles(
                 at = (2 * log_sum_exps + k) * size + (start + p).to(tl.int64)[:, None] * n + i[None, :]
                 mask = (start + p < tiles)[:, None] & ok[None, :]
                 total += tl.sum(tl.load(parts + at, mask=mask, other=0.0).to(tl.float64), 0)
-            if k == 0:
-                total = total * factor.to(tl.float64)
             tl.store(results + (log_sum_exps + k) * statistic_stride, total, mask=ok)
 
 
@@ -199,21 +202,21 @@ def join_tiles_kernel(
 ):  # fmt: skip
     """Join the statistics of all tiles in float64: (statistics, rows), and (columns, statistics)."""
     width: tl.constexpr = log_sum_exps + 2 * same_id_sums
-    factor = _factor(scale, scale_is_tensor, log2e)
     row_programs = tl.cdiv(n_rows, block)
     program = tl.program_id(0)
     if program < row_programs:
         i = program * block + tl.arange(0, block)
         _join_tiles(
-            row_parts, row_results, i, n_rows, column_tiles, factor, n_rows, 1, log_sum_exps, same_id_sums, block_parts, block
+            row_parts, row_results, i, n_rows, column_tiles, n_rows, 1, log_sum_exps, same_id_sums, block_parts, block
         )
         if has_diagonal:
             value = tl.load(products + i, mask=i < n_rows, other=0.0).to(tl.float64)
+            factor = _factor(scale, scale_is_tensor, log2e)
             tl.store(diagonal + i, value * factor.to(tl.float64), mask=i < n_rows)
     elif by_column:
         i = (program - row_programs) * block + tl.arange(0, block)
         _join_tiles(
-            column_parts, column_results, i, n_columns, row_tiles, factor, 1, width, log_sum_exps, same_id_sums, block_parts,
+            column_parts, column_results, i, n_columns, row_tiles, 1, width, log_sum_exps, same_id_sums, block_parts,
             block,
         )  # fmt: skip
 
@@ -257,10 +260,9 @@ def _store_slopes(slopes, slope, rows, columns, n_rows, plane, stride, planes: t
 
 
 @triton.jit
-def _softmax(tile, chosen, factor, logs):
-    """2**(factor * tile - logs) where chosen; a sum without any term, which is -inf, has no gradient."""
-    exponents = tl.fma(tile, factor + tl.zeros_like(tile), tl.zeros_like(tile) - logs)
-    return tl.where(chosen & (logs > -float("inf")) | (logs != logs), tl.exp2(exponents), 0.0)
+def _softmax(logits, logs):
+    """2**(logits - logs). A sum without any term, which is -inf, has no gradient."""
+    return tl.exp2(logits - tl.where(logs == -float("inf"), float("inf"), logs))
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -269,8 +271,7 @@ def slopes_kernel(
     n_rows, n_columns, first, width, x_stride, y_stride, own_start, own_stop, excluded0, excluded1, excluded2,
     row_logs_stride, row_grads_stride, column_logs_strides, column_grads_strides, slopes_plane, slopes_stride,
     factors: tl.constexpr, where: tl.constexpr, excluded_diagonals: tl.constexpr, by_column: tl.constexpr,
-    same_id_sums: tl.constexpr, has_ids: tl.constexpr, has_diagonal: tl.constexpr, has_lift: tl.constexpr,
-    scale_is_tensor: tl.constexpr, log2e: tl.constexpr, even: tl.constexpr, float32_dot: tl.constexpr, planes: tl.constexpr,
+    same_id_sums: tl.constexpr, has_diagonal: tl.constexpr, has_lift: tl.constexpr, scale_is_tensor: tl.constexpr, log2e: tl.constexpr, even: tl.constexpr, float32_dot: tl.constexpr, planes: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, block_width: tl.constexpr,
 ):  # fmt: skip
     """The slopes of the columns from `first` on: (planes, rows, columns), padded to whole tiles with zeros."""
@@ -287,50 +288,49 @@ def slopes_kernel(
     takes_part = _taking_part(
         rows, columns, n_rows, n_columns, own_start, own_stop, excluded0, excluded1, excluded2, excluded_diagonals
     )
+    logits = tl.where(takes_part, tile * factor, -float("inf"))
     row_ok = rows < n_rows
     column_ok = columns < n_columns
-    if has_ids:
-        same = _same_ids(row_ids, column_ids, rows, columns, n_rows, n_columns)
+    at = columns.to(tl.int64)
     slope = tl.zeros((block_rows, block_columns), tl.float32)
     for k in tl.static_range(len(factors)):
-        chosen = takes_part
-        if has_ids:
-            if where[k] == 1:
-                chosen = takes_part & same
-            if where[k] == 2:
-                chosen = takes_part & ~same
-        times = factor * factors[k]
+        chosen = _choose(logits, row_ids, column_ids, rows, columns, n_rows, n_columns, where[k], factors[k])
         logs = tl.load(row_logs + k * row_logs_stride + rows, mask=row_ok, other=0.0).to(tl.float32)
         grads = tl.load(row_grads + k * row_grads_stride + rows, mask=row_ok, other=0.0).to(tl.float32) * factors[k]
-        slope += _softmax(tile, chosen, times, logs[:, None]) * grads[:, None]
+        slope += _softmax(chosen, logs[:, None]) * grads[:, None]
         if by_column:
-            at = columns.to(tl.int64)
             logs = tl.load(
                 column_logs + k * column_logs_strides[0] + at * column_logs_strides[1], mask=column_ok, other=0.0
             ).to(tl.float32)
             grads = tl.load(
                 column_grads + k * column_grads_strides[0] + at * column_grads_strides[1], mask=column_ok, other=0.0
             ).to(tl.float32)
-            slope += _softmax(tile, chosen, times, logs[None, :]) * (grads * factors[k])[None, :]
+            slope += _softmax(chosen, logs[None, :]) * (grads * factors[k])[None, :]
     if same_id_sums:
         linear = tl.load(row_grads + len(factors) * row_grads_stride + rows, mask=row_ok, other=0.0).to(tl.float32)[:, None]
-        linear += tl.zeros_like(slope)
         if by_column:
             grads = tl.load(
-                column_grads + len(factors) * column_grads_strides[0] + columns.to(tl.int64) * column_grads_strides[1],
+                column_grads + len(factors) * column_grads_strides[0] + at * column_grads_strides[1],
                 mask=column_ok,
                 other=0.0,
             )
-            linear += grads.to(tl.float32)[None, :]
-        slope += tl.where(takes_part & same, linear, 0.0)
+            linear = linear + grads.to(tl.float32)[None, :]
+        same = _same_ids(row_ids, column_ids, rows, columns, n_rows, n_columns) & (logits != -float("inf"))
+        slope += tl.where(same, linear, 0.0)
     if has_diagonal:
         partner = columns[None, :] == rows[:, None] + own_start
         grads = tl.load(diagonal_grads + rows, mask=row_ok, other=0.0).to(tl.float32)
         slope += tl.where(partner, grads[:, None], 0.0)
     if has_lift:
         slope = slope * tl.load(lift)
-    slope = tl.where(row_ok[:, None] & column_ok[None, :], slope, 0.0)
     _store_slopes(slopes, slope, rows, places, n_rows, slopes_plane, slopes_stride, planes)
+
+
+@triton.jit
+def _log1p(x, sums):
+    """log(1 + x) for x in [0, 1], where `sums` is 1 + x rounded: log(sums) alone has no digits of a tiny x."""
+    rounded = sums - 1.0
+    return tl.where(rounded == 0.0, x, tl.log(sums) * (x / tl.where(rounded == 0.0, 1.0, rounded)))
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -360,9 +360,9 @@ def sigmoid_kernel(
     column_ok = columns < n_columns
     takes_part = row_ok[:, None] & column_ok[None, :]
     logits = tile * _factor(scale, scale_is_tensor, 1.0) + _factor(bias, bias_is_tensor, 1.0)
-    positive = rows[:, None] != rows[:, None]
-    if has_partners:
-        positive = columns[None, :] == rows[:, None] + own_start
+    positive = (columns - own_start)[None, :] == rows[:, None]
+    if not has_partners:
+        positive = rows[:, None] < 0
     if has_ids:
         same = _same_ids(row_ids, column_ids, rows, columns, n_rows, n_columns) & _taking_part(
             rows, columns, n_rows, n_columns, own_start, own_stop, excluded0, excluded1, excluded2, excluded_diagonals
@@ -371,22 +371,21 @@ def sigmoid_kernel(
             takes_part = takes_part & ~same
         else:
             positive = positive | same
-    exponents = tl.where(positive, -logits, logits)
+    # The loss is softplus(exponents), its derivative the sigmoid: both are zero where the exponent is -inf.
+    exponents = tl.where(takes_part, tl.where(positive, -logits, logits), -float("inf"))
     small = tl.exp2(-tl.abs(exponents) * log2e)
-    # log1p(small), which has no digits left in log(1 + small) if `small` is tiny.
     sums = 1.0 + small
-    log1p = tl.where(sums == 1.0, small, tl.log(sums) * (small / tl.where(sums == 1.0, 1.0, sums - 1.0)))
-    losses = tl.where(takes_part, tl.maximum(exponents, 0.0) + log1p, 0.0)
+    losses = tl.maximum(exponents, 0.0) + _log1p(small, sums)
     row_index = (first // block_columns + column_block).to(tl.int64) * n_rows + rows
-    stored = row_ok & (first + column_block * block_columns < n_columns)  # there may be tiles of padding only
+    # There may be tiles of padding only.
+    stored = row_ok & (first + column_block * block_columns + tl.zeros_like(rows) < n_columns)
     tl.store(row_parts + row_index, tl.sum(losses, 1), mask=stored)
     if has_weights:
         column_index = row_block.to(tl.int64) * n_columns + columns
         tl.store(column_losses + column_index, tl.sum(losses, 0), mask=column_ok)
     if wants_slopes:
-        slope = tl.where(exponents >= 0, 1.0, small) / sums
-        slope = tl.where(exponents == exponents, slope, exponents)  # NaN stays NaN
-        slope = tl.where(takes_part, tl.where(positive, -slope, slope), 0.0)
+        slope = tl.where(exponents >= 0, 1.0, small) / sums  # NaN stays NaN in `small`
+        slope = tl.where(positive, -slope, slope)
         if has_weights:
             of_rows = tl.load(row_weights + rows, mask=row_ok, other=0.0).to(tl.float32)
             of_columns = tl.load(column_weights + columns, mask=column_ok, other=0.0).to(tl.float32)
@@ -481,9 +480,8 @@ def softmax_tail_kernel(
         excess = (logs - partner) / log2e
         small = tl.exp(-tl.abs(excess))
         sums = 1.0 + small
-        log1p = tl.where(sums == 1.0, small, tl.log(sums) * (small / tl.where(sums == 1.0, 1.0, sums - 1.0)))
-        loss += tl.where(excess == excess, tl.maximum(excess, 0.0) + log1p, excess)
-        slope = tl.where(excess == excess, tl.where(excess >= 0, 1.0, small) / sums, excess)
+        loss += tl.maximum(excess, 0.0) + _log1p(small, sums)
+        slope = tl.where(excess >= 0, 1.0, small) / sums
         total += slope
         tl.store(slopes + k * n_rows + i, slope.to(slopes.dtype.element_ty), mask=ok)
     tl.store(diagonal_slopes + i, (-total).to(diagonal_slopes.dtype.element_ty), mask=ok)

@@ -57,12 +57,19 @@ class Blocks(NamedTuple):
     stages: int = 3
 
 
-def tile_blocks(dtype: torch.dtype, rows: int, capability: tuple[int, int] = (9, 0)) -> Blocks:
-    """Sizes that compile without spilled registers for sm_80 and sm_90 (a test checks it)."""
+_PADDING = 128  # slopes fill whole tiles of any of these shapes
+
+
+def tile_blocks(dtype: torch.dtype, rows: int, wide: bool, capability: tuple[int, int] = (9, 0)) -> Blocks:
+    """Shapes that compile for sm_80 and sm_90 with few or no spilled registers, as a test checks.
+
+    `wide`: what follows the matmul needs few registers. `capability`, the GPU's, decides only how the features are read.
+    """
     tall = 64 if rows <= 64 else 128
     if dtype == torch.float32:
         return Blocks(tall, 64, 32)
-    return Blocks(tall, 128, 64) if capability >= (9, 0) else Blocks(tall, 128, 32, stages=4)
+    columns = 128 if wide else 64
+    return Blocks(tall, columns, 64) if capability >= (9, 0) else Blocks(tall, columns, 32, stages=4)
 
 
 class TritonTiles(BlockKernels):
@@ -73,6 +80,7 @@ class TritonTiles(BlockKernels):
         if x.stride(1) != 1:
             self.x = x.contiguous()
         self.vector_dtype = self.dtype
+        self._wide = len(plan.log_sum_exps) == 1 and not plan.needs_ids
         self._entries = [entry.factor for entry in plan.log_sum_exps], [_WHERE[entry.where] for entry in plan.log_sum_exps]
 
     def statistics(self, block: ColumnBlock, *, keep: bool) -> BlockStatistics:
@@ -87,7 +95,7 @@ class TritonTiles(BlockKernels):
                     empty[: len(plan.log_sum_exps)] = -torch.inf
                     empty[len(plan.log_sum_exps) :] = 0
         else:
-            blocks = tile_blocks(x.dtype, n_rows)
+            blocks = tile_blocks(x.dtype, n_rows, self._wide)
             numbers = 2 * (len(plan.log_sum_exps) + plan.same_id_sums)
             row_shape = numbers, triton.cdiv(n_columns, blocks.columns), n_rows
             column_shape = numbers, triton.cdiv(n_rows, blocks.rows), n_columns
@@ -159,7 +167,7 @@ class TritonTiles(BlockKernels):
     ) -> SigmoidBlock:
         x = self.x
         n_rows, n_columns = x.shape[0], block.y.shape[0]
-        blocks = tile_blocks(x.dtype, n_rows)
+        blocks = tile_blocks(x.dtype, n_rows, False)
         totals = x.new_empty((1 + (dx is not None), triton.cdiv(n_columns, blocks.columns), n_rows), dtype=self.dtype)
         column_totals = None
         if weights is not None:
@@ -243,21 +251,20 @@ class TritonTiles(BlockKernels):
             if dy is not None:
                 dy.zero_()
             return
-        blocks = tile_blocks(x.dtype, n_rows)
+        blocks = tile_blocks(x.dtype, n_rows, True)
         planes = 2 if x.dtype != torch.float32 and self.plan.precision == "exact" else 1
         padded_rows = triton.cdiv(n_rows, blocks.rows) * blocks.rows
         budget = max(SLOPE_BYTES, n_columns * x.shape[1] * self.dtype.itemsize // 2)
-        unit = max(blocks.rows, blocks.columns)  # a tile of slopes lies across in the product for dy
-        step = max(budget // (planes * padded_rows * x.dtype.itemsize) // unit, 1) * unit
-        step = min(step, triton.cdiv(n_columns, unit) * unit)
+        step = max(budget // (planes * padded_rows * x.dtype.itemsize) // _PADDING, 1) * _PADDING
+        step = min(step, triton.cdiv(n_columns, _PADDING) * _PADDING)
         scratch = x.new_empty(planes * padded_rows * step)
         # Few rows make few programs for dx: each takes a part of the columns, and the parts are added up at the end.
         programs = triton.cdiv(n_rows, blocks.rows) * triton.cdiv(x.shape[1], blocks.columns)
-        parts = max(min(_PROGRAMS // programs, step // (4 * blocks.columns)), 1)
+        parts = max(min(_PROGRAMS // programs, step // (4 * _PADDING)), 1)
         target = x.new_empty((parts, *x.shape), dtype=self.dtype) if parts > 1 else dx.unsqueeze(0)
         with allow_tf32(self.plan.precision, x):
             for part in spans(n_columns, step):
-                width = triton.cdiv(part.stop - part.start, unit) * unit
+                width = triton.cdiv(part.stop - part.start, _PADDING) * _PADDING
                 slopes = scratch[: planes * padded_rows * width].view(planes, padded_rows, width)
                 slopes_of(part.start, slopes)
                 adds = part.start > 0 or (accumulate and parts == 1)
@@ -298,6 +305,7 @@ def _dot_options(x: Tensor, blocks: Blocks) -> dict[str, Any]:
         "block_width": blocks.width,
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
+        "enable_fp_fusion": True,
     }
 
 
@@ -342,12 +350,12 @@ def _statistics_op(
         "log2e": LOG2E,
     }
     with _on_device_of(x) as capability:
-        blocks = tile_blocks(x.dtype, n_rows, capability)
+        blocks = tile_blocks(x.dtype, n_rows, len(factors) == 1 and row_ids is None, capability)
         row_tiles, column_tiles = triton.cdiv(n_rows, blocks.rows), triton.cdiv(n_columns, blocks.columns)
         triton_kernels.statistics_kernel[(row_tiles * column_tiles,)](
             x, y, factor, row_ids, column_ids, row_parts, column_parts, products, n_rows, n_columns, width, x.stride(0),
             y.stride(0), own_start, own_stop, *_excluded(excluded), factors=tuple(factors), where=tuple(where),
-            excluded_diagonals=len(excluded), has_ids=row_ids is not None, **flags, **_dot_options(x, blocks),
+            excluded_diagonals=len(excluded), **flags, **_dot_options(x, blocks),
         )  # fmt: skip
         programs = triton.cdiv(n_rows, _JOIN_BLOCK) + (0 if columns is None else triton.cdiv(n_columns, _JOIN_BLOCK))
         triton_kernels.join_tiles_kernel[(programs,)](
@@ -380,7 +388,7 @@ def _slopes_op(
 ) -> None:
     factor, scale_is_tensor = _number_or_tensor(scale, x, LOG2E)
     with _on_device_of(x) as capability:
-        blocks = tile_blocks(x.dtype, x.shape[0], capability)
+        blocks = tile_blocks(x.dtype, x.shape[0], len(factors) == 1 and row_ids is None, capability)
         programs = (slopes.shape[1] // blocks.rows) * (slopes.shape[2] // blocks.columns)
         triton_kernels.slopes_kernel[(programs,)](
             x, y, factor, row_ids, column_ids, row_logs, row_grads, column_logs, column_grads, diagonal_grads, lift, slopes,
@@ -388,7 +396,7 @@ def _slopes_op(
             row_logs.stride(0), row_grads.stride(0), (0, 0) if column_logs is None else column_logs.stride(),
             (0, 0) if column_grads is None else column_grads.stride(), slopes.stride(0), slopes.stride(1),
             factors=tuple(factors), where=tuple(where), excluded_diagonals=len(excluded), by_column=column_logs is not None,
-            same_id_sums=same_id_sums, has_ids=row_ids is not None, has_diagonal=diagonal_grads is not None,
+            same_id_sums=same_id_sums, has_diagonal=diagonal_grads is not None,
             has_lift=lift is not None, scale_is_tensor=scale_is_tensor, log2e=LOG2E, planes=slopes.shape[0],
             **_dot_options(x, blocks),
         )  # fmt: skip
@@ -419,7 +427,7 @@ def _sigmoid_op(
     last = y.shape[0] if slopes is None else first + slopes.shape[2]
     plane, stride = (0, 0) if slopes is None else slopes.stride()[:2]
     with _on_device_of(x) as capability:
-        blocks = tile_blocks(x.dtype, x.shape[0], capability)
+        blocks = tile_blocks(x.dtype, x.shape[0], False, capability)
         programs = triton.cdiv(x.shape[0], blocks.rows) * triton.cdiv(last - first, blocks.columns)
         triton_kernels.sigmoid_kernel[(programs,)](
             x, y, factor, offset, row_ids, column_ids, row_weights, column_weights, lift, row_parts, column_losses, slopes,
@@ -438,7 +446,7 @@ def _products_op(
 ) -> None:
     (n_rows, width), parts = x.shape, dx.shape[0]
     with _on_device_of(x) as capability:
-        blocks = tile_blocks(x.dtype, n_rows, capability)
+        blocks = tile_blocks(x.dtype, n_rows, True, capability)
         across = triton.cdiv(width, blocks.columns)
         row_programs = slopes.shape[1] // blocks.rows * across * parts
         programs = row_programs + (0 if dy is None else slopes.shape[2] // blocks.rows * across)
@@ -448,7 +456,7 @@ def _products_op(
             slopes, x, y, lift, dx, dy, n_rows, y.shape[0], width, x.stride(0), y.stride(0), dx.stride(0),
             0 if dy is None else dy.stride(0), slopes.stride(0), slopes.stride(1), row_programs, split, int(accumulate),
             has_lift=lift is not None, planes=slopes.shape[0], float32_dot=options["float32_dot"], block_m=blocks.rows,
-            block_n=blocks.columns, block_k=blocks.width, num_warps=blocks.warps, num_stages=blocks.stages,
+            block_n=blocks.columns, block_k=blocks.width, num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
         )  # fmt: skip
 
 
