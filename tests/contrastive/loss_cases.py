@@ -96,6 +96,7 @@ def global_batch(rows: int, scale: float = 4.0, seed: int = 0) -> dict[str, Tens
     }
 
 
+FEATURES = ("x", "y", "third", "negatives")
 SHARED = ("scale", "temperature", "bias")
 CONSTANT = ("ids", "negative_ids")
 
@@ -122,21 +123,27 @@ def matches_one_process(
     tolerance: float = 1e-12,
     scale: float = 4.0,
     sizes: tuple[int, ...] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> None:
-    """Runs on every rank. Compares value and gradients with those of the reference on the whole batch."""
+    """Runs on every rank. Compares value and gradients with those of the reference on the whole batch.
+
+    `dtype`: of the features; the reference computes with the same numbers in float64.
+    """
     case = CASES[case_name]
     group, members = group_named(group_name)
     if not members:
         return
     sizes, rank = sizes or SPLITS[len(members)], resolve_group(group).rank
     assert members[rank] == dist.get_rank()
-    batch = differentiable(global_batch(sum(sizes), scale))
+    whole = global_batch(sum(sizes), scale)
+    features = {name: whole[name].to(dtype) for name in FEATURES}
+    batch = differentiable(whole | {name: t.double() for name, t in features.items()})
     expected = case(batch, case.reference)
     expected_grads = gradients(expected, batch)
 
-    mine = differentiable(local_batch(global_batch(sum(sizes), scale), sizes, rank))
+    mine = differentiable(local_batch(whole | features, sizes, rank))
     loss = case(mine, getattr(contrastive, case.function), group=group, **options)
-    close(loss, expected, tolerance, case_name)
+    close(loss.double(), expected, tolerance, case_name)
     copies = len(members) if options.get("grad_reduce", "mean") == "mean" else 1  # averaging over ranks divides by as many
     for name, grad in gradients(loss, mine).items():
         whole_grad = expected_grads[name]
@@ -144,12 +151,13 @@ def matches_one_process(
             truth = whole_grad * copies / len(members)
         else:
             truth = whole_grad.split_with_sizes(list(sizes))[rank] * copies
-        close(grad, truth, tolerance, f"{case_name}: gradient of {name}", size=float(whole_grad.abs().max()) * copies)
+        close(grad.double(), truth, tolerance, f"{case_name}: gradient of {name}", size=float(whole_grad.abs().max()) * copies)
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float, what: str, size: float | None = None) -> None:
     """Compare relative to the largest element of the whole tensor, or to `size`."""
-    size = float(expected.detach().abs().max()) if size is None else size
+    if size is None:
+        size = float(expected.detach().abs().max()) if expected.numel() else 0.0
     difference = float((found - expected).detach().abs().max()) if found.numel() else 0.0
     assert found.shape == expected.shape, f"{what}: {tuple(found.shape)} instead of {tuple(expected.shape)}"
     assert difference <= tolerance * max(size, 1e-300), f"{what}: off by {difference / max(size, 1e-300):.3g} of {size:.6g}"

@@ -1,9 +1,9 @@
 """Whether the Triton kernels compute the tiles: on CUDA where Triton imports, after they have agreed with the torch tiles once.
 
 The first use of a device, a dtype and a precision computes a small batch with both, which compiles the kernels and makes the
-host wait. If the results differ, or if the kernels do not compile, a warning says so and the torch tiles compute everything from
-then on. UNISONO_TRITON=0 in the environment asks for the torch tiles; it is read at every call. Ranks need not choose alike:
-both kinds of tiles exchange the same messages.
+host wait. If the results differ, or if the kernels do not compile, a warning says so, and the torch tiles compute everything
+from then on. UNISONO_TRITON=0 in the environment asks for the torch tiles; it is read at every call. Ranks need not choose
+alike: both kinds of tiles exchange the same messages.
 """
 
 from __future__ import annotations

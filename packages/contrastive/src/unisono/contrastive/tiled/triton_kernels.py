@@ -14,7 +14,7 @@ import triton.language as tl
 ALL, SAME, OTHER = 0, 1, 2
 
 # A batch of another size must not compile the kernels again.
-_SIZES = ["n_rows", "n_columns", "own_start", "own_stop", "excluded0", "excluded1", "excluded2", "first", "parts"]
+_SIZES = ["n_rows", "n_columns", "first", "last", "own_start", "own_stop", "excluded0", "excluded1", "excluded2"]
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _factor(scale, scale_is_tensor: tl.constexpr, times: tl.constexpr):
     if scale_is_tensor:
         return (tl.load(scale).to(tl.float64) * times).to(tl.float32)
     else:
-        return scale.to(tl.float32)
+        return tl.full((), scale, tl.float32)
 
 
 @triton.jit
@@ -113,7 +113,8 @@ def statistics_kernel(
     x, y, scale, row_ids, column_ids, row_parts, column_parts, diagonal,
     n_rows, n_columns, width, x_stride, y_stride, own_start, own_stop, excluded0, excluded1, excluded2,
     factors: tl.constexpr, where: tl.constexpr, excluded_diagonals: tl.constexpr, by_column: tl.constexpr,
-    same_id_sums: tl.constexpr, has_diagonal: tl.constexpr, scale_is_tensor: tl.constexpr, log2e: tl.constexpr, even: tl.constexpr, float32_dot: tl.constexpr,
+    same_id_sums: tl.constexpr, has_diagonal: tl.constexpr, scale_is_tensor: tl.constexpr, log2e: tl.constexpr,
+    even: tl.constexpr, float32_dot: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, block_width: tl.constexpr,
 ):  # fmt: skip
     """Statistics of the rows and columns of each tile: (shift and sum of each log-sum-exp, ..., tiles along the other side, n).
@@ -194,7 +195,7 @@ def _join_tiles(
             tl.store(results + (log_sum_exps + k) * statistic_stride, total, mask=ok)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["n_rows", "n_columns", "row_tiles", "column_tiles"])
 def join_tiles_kernel(
     scale, row_parts, column_parts, products, row_results, column_results, diagonal, n_rows, n_columns, row_tiles, column_tiles,
     log_sum_exps: tl.constexpr, same_id_sums: tl.constexpr, by_column: tl.constexpr, has_diagonal: tl.constexpr,
@@ -206,9 +207,7 @@ def join_tiles_kernel(
     program = tl.program_id(0)
     if program < row_programs:
         i = program * block + tl.arange(0, block)
-        _join_tiles(
-            row_parts, row_results, i, n_rows, column_tiles, n_rows, 1, log_sum_exps, same_id_sums, block_parts, block
-        )
+        _join_tiles(row_parts, row_results, i, n_rows, column_tiles, n_rows, 1, log_sum_exps, same_id_sums, block_parts, block)
         if has_diagonal:
             value = tl.load(products + i, mask=i < n_rows, other=0.0).to(tl.float64)
             factor = _factor(scale, scale_is_tensor, log2e)
@@ -221,7 +220,7 @@ def join_tiles_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["parts", "n_columns"])
 def join_ranks_kernel(
     statistics, results, parts, n_columns,
     log_sum_exps: tl.constexpr, width: tl.constexpr, block_parts: tl.constexpr, block: tl.constexpr,
@@ -269,9 +268,11 @@ def _softmax(logits, logs):
 def slopes_kernel(
     x, y, scale, row_ids, column_ids, row_logs, row_grads, column_logs, column_grads, diagonal_grads, lift, slopes,
     n_rows, n_columns, first, width, x_stride, y_stride, own_start, own_stop, excluded0, excluded1, excluded2,
-    row_logs_stride, row_grads_stride, column_logs_strides, column_grads_strides, slopes_plane, slopes_stride,
+    row_logs_stride, row_grads_stride, logs_by_statistic, logs_by_column, grads_by_statistic, grads_by_column,
+    slopes_plane, slopes_stride,
     factors: tl.constexpr, where: tl.constexpr, excluded_diagonals: tl.constexpr, by_column: tl.constexpr,
-    same_id_sums: tl.constexpr, has_diagonal: tl.constexpr, has_lift: tl.constexpr, scale_is_tensor: tl.constexpr, log2e: tl.constexpr, even: tl.constexpr, float32_dot: tl.constexpr, planes: tl.constexpr,
+    same_id_sums: tl.constexpr, has_diagonal: tl.constexpr, has_lift: tl.constexpr, scale_is_tensor: tl.constexpr,
+    log2e: tl.constexpr, even: tl.constexpr, float32_dot: tl.constexpr, planes: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, block_width: tl.constexpr,
 ):  # fmt: skip
     """The slopes of the columns from `first` on: (planes, rows, columns), padded to whole tiles with zeros."""
@@ -299,18 +300,16 @@ def slopes_kernel(
         grads = tl.load(row_grads + k * row_grads_stride + rows, mask=row_ok, other=0.0).to(tl.float32) * factors[k]
         slope += _softmax(chosen, logs[:, None]) * grads[:, None]
         if by_column:
-            logs = tl.load(
-                column_logs + k * column_logs_strides[0] + at * column_logs_strides[1], mask=column_ok, other=0.0
-            ).to(tl.float32)
-            grads = tl.load(
-                column_grads + k * column_grads_strides[0] + at * column_grads_strides[1], mask=column_ok, other=0.0
-            ).to(tl.float32)
+            logs = tl.load(column_logs + k * logs_by_statistic + at * logs_by_column, mask=column_ok, other=0.0).to(tl.float32)
+            grads = tl.load(column_grads + k * grads_by_statistic + at * grads_by_column, mask=column_ok, other=0.0).to(
+                tl.float32
+            )
             slope += _softmax(chosen, logs[None, :]) * (grads * factors[k])[None, :]
     if same_id_sums:
         linear = tl.load(row_grads + len(factors) * row_grads_stride + rows, mask=row_ok, other=0.0).to(tl.float32)[:, None]
         if by_column:
             grads = tl.load(
-                column_grads + len(factors) * column_grads_strides[0] + at * column_grads_strides[1],
+                column_grads + len(factors) * grads_by_statistic + at * grads_by_column,
                 mask=column_ok,
                 other=0.0,
             )
@@ -445,7 +444,7 @@ def products_kernel(
             slopes, y, m, n, part * split, tl.minimum((part + 1) * split, slopes_stride), n_columns, slopes_plane,
             slopes_stride, 1, y_stride, width, block_m, block_n, block_k, planes, float32_dot,
         )  # fmt: skip
-        at = dx + part * dx_plane + m.to(tl.int64)[:, None] * width + n[None, :]
+        at = dx + part.to(tl.int64) * dx_plane + m.to(tl.int64)[:, None] * width + n[None, :]
         ok = (m < n_rows)[:, None] & (n < width)[None, :]
         total = total * unlift
         if accumulate != 0:

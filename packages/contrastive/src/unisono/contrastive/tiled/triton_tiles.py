@@ -299,7 +299,7 @@ def _number_or_tensor(scalar: Tensor, x: Tensor, times: float) -> tuple[Tensor |
 def _dot_options(x: Tensor, blocks: Blocks) -> dict[str, Any]:
     return {
         "even": x.shape[1] % blocks.width == 0,
-        "float32_dot": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        "float32_dot": "tf32" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee",
         "block_rows": blocks.rows,
         "block_columns": blocks.columns,
         "block_width": blocks.width,
@@ -393,8 +393,8 @@ def _slopes_op(
         triton_kernels.slopes_kernel[(programs,)](
             x, y, factor, row_ids, column_ids, row_logs, row_grads, column_logs, column_grads, diagonal_grads, lift, slopes,
             x.shape[0], y.shape[0], first, x.shape[1], x.stride(0), y.stride(0), own_start, own_stop, *_excluded(excluded),
-            row_logs.stride(0), row_grads.stride(0), (0, 0) if column_logs is None else column_logs.stride(),
-            (0, 0) if column_grads is None else column_grads.stride(), slopes.stride(0), slopes.stride(1),
+            row_logs.stride(0), row_grads.stride(0), *((0, 0) if column_logs is None else column_logs.stride()),
+            *((0, 0) if column_grads is None else column_grads.stride()), slopes.stride(0), slopes.stride(1),
             factors=tuple(factors), where=tuple(where), excluded_diagonals=len(excluded), by_column=column_logs is not None,
             same_id_sums=same_id_sums, has_diagonal=diagonal_grads is not None,
             has_lift=lift is not None, scale_is_tensor=scale_is_tensor, log2e=LOG2E, planes=slopes.shape[0],
@@ -456,7 +456,8 @@ def _products_op(
             slopes, x, y, lift, dx, dy, n_rows, y.shape[0], width, x.stride(0), y.stride(0), dx.stride(0),
             0 if dy is None else dy.stride(0), slopes.stride(0), slopes.stride(1), row_programs, split, int(accumulate),
             has_lift=lift is not None, planes=slopes.shape[0], float32_dot=options["float32_dot"], block_m=blocks.rows,
-            block_n=blocks.columns, block_k=blocks.width, num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
+            block_n=blocks.columns, block_k=blocks.width, num_warps=blocks.warps, num_stages=blocks.stages,
+            enable_fp_fusion=True,
         )  # fmt: skip
 
 
