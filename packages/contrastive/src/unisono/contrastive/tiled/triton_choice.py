@@ -55,7 +55,7 @@ def _imports() -> bool:
     if find_spec("triton") is None:
         return False
     try:
-        import triton  # noqa: F401
+        import triton  # type: ignore[import-untyped]  # noqa: F401
     except Exception as error:
         warnings.warn(f"unisono.contrastive: torch computes the tiles, because Triton does not import: {error}", stacklevel=2)
         return False

@@ -8,6 +8,9 @@ Masks of pairs: `partner` is (i, own_start + i); `excluded` pairs (i, own_start 
 own_stop; `same` pairs have the same id. `where` of a log-sum-exp: 0 for all pairs, 1 for those with the same id, 2 for others.
 """
 
+# mypy: ignore-errors
+# Triton compiles these functions: their arguments are pointers, numbers and tiles, for which there are no Python types.
+
 import triton
 import triton.language as tl
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import triton
+import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from unisono.collectives import register_cost
@@ -275,6 +275,7 @@ class TritonTiles(BlockKernels):
             torch.sum(target, 0, out=dx)
 
 
+_COMPILED: dict[str, Any] = {"enable_fp_fusion": True}  # a multiplication and an addition may be rounded once
 _TAIL_BLOCK = 256  # rows of one program
 _SUM_ROWS, _SUM_WIDTH = 16, 256
 _JOIN_BLOCK, _JOIN_PARTS = 32, 32
@@ -305,7 +306,7 @@ def _dot_options(x: Tensor, blocks: Blocks) -> dict[str, Any]:
         "block_width": blocks.width,
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
-        "enable_fp_fusion": True,
+        **_COMPILED,
     }
 
 
@@ -360,7 +361,7 @@ def _statistics_op(
         programs = triton.cdiv(n_rows, _JOIN_BLOCK) + (0 if columns is None else triton.cdiv(n_columns, _JOIN_BLOCK))
         triton_kernels.join_tiles_kernel[(programs,)](
             factor, row_parts, column_parts, products, rows, columns, diagonal, n_rows, n_columns, row_tiles, column_tiles,
-            log_sum_exps=len(factors), block_parts=_JOIN_PARTS, block=_JOIN_BLOCK, **flags,
+            log_sum_exps=len(factors), block_parts=_JOIN_PARTS, block=_JOIN_BLOCK, **flags, **_COMPILED,
         )  # fmt: skip
 
 
@@ -457,7 +458,7 @@ def _products_op(
             0 if dy is None else dy.stride(0), slopes.stride(0), slopes.stride(1), row_programs, split, int(accumulate),
             has_lift=lift is not None, planes=slopes.shape[0], float32_dot=options["float32_dot"], block_m=blocks.rows,
             block_n=blocks.columns, block_k=blocks.width, num_warps=blocks.warps, num_stages=blocks.stages,
-            enable_fp_fusion=True,
+            **_COMPILED,
         )  # fmt: skip
 
 
@@ -466,7 +467,7 @@ def _join_ranks_op(parts: Tensor, result: Tensor, log_sum_exps: int) -> None:
     with _on_device_of(parts):
         triton_kernels.join_ranks_kernel[(triton.cdiv(parts.shape[1], _JOIN_BLOCK),)](
             parts, result, parts.shape[0], parts.shape[1], log_sum_exps=log_sum_exps, width=parts.shape[2],
-            block_parts=_JOIN_PARTS, block=_JOIN_BLOCK,
+            block_parts=_JOIN_PARTS, block=_JOIN_BLOCK, **_COMPILED,
         )  # fmt: skip
 
 
@@ -477,7 +478,7 @@ def _softmax_tail_op(
     with _on_device_of(rows):
         triton_kernels.softmax_tail_kernel[(losses.shape[0],)](
             rows, columns, diagonal, losses, slopes, diagonal_slopes, diagonal.shape[0],
-            by_column=columns is not None, log2e=LOG2E, block=_TAIL_BLOCK,
+            by_column=columns is not None, log2e=LOG2E, block=_TAIL_BLOCK, **_COMPILED,
         )  # fmt: skip
 
 
@@ -485,7 +486,7 @@ def _softmax_tail_op(
 def _sum_of_products_op(x: Tensor, dx: Tensor, sums: Tensor) -> None:
     with _on_device_of(x):
         triton_kernels.sum_of_products_kernel[(sums.shape[0],)](
-            x, dx, sums, x.shape[0], x.shape[1], x.stride(0), block_rows=_SUM_ROWS, block_width=_SUM_WIDTH
+            x, dx, sums, x.shape[0], x.shape[1], x.stride(0), block_rows=_SUM_ROWS, block_width=_SUM_WIDTH, **_COMPILED
         )
 
 
