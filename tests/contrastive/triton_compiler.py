@@ -78,7 +78,7 @@ class _Compiler:
 
 @contextmanager
 def compiled_for(arch: int) -> Iterator[list[Usage]]:
-    """Launches of the Triton tiles on CPU tensors compute nothing: they compile for sm_`arch`, and what each takes is listed."""
+    """Launches of the Triton tiles on CPU tensors compile for sm_`arch` and compute nothing; the list says what each takes."""
     usages: list[Usage] = []
     blocks = triton_tiles.tile_blocks
     with ExitStack() as stack:
