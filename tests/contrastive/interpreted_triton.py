@@ -1,5 +1,7 @@
 """Tests of the Triton kernels on CPU tensors. test_triton_tiles.py runs them in a process that has Triton's interpreter."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,6 +94,28 @@ def test_a_block_matches_the_torch_tiles(plan, shape, own_start):
             empty = truth == -torch.inf
             assert (found[name] == -torch.inf).eq(empty).all(), name
             close(found[name].double().masked_fill(empty, 0), truth.masked_fill(empty, 0), 2e-5, name)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_few_rows_and_many_columns(accumulate):
+    """The columns are cut into parts, each of which has a gradient of x of its own, to be added up."""
+    shape = 10, 150, 12
+    with on_triton(), mock.patch.object(triton_tiles, "_products_op", wraps=triton_tiles._products_op) as products:
+        found = results_of(TritonTiles, PLANS["plain"], torch.float32, shape, 70, accumulate)
+    assert products.call_args.args[4].shape == (2, 10, 12)
+    expected = results_of(DeviceTiles, PLANS["plain"], torch.float64, shape, 70, accumulate)
+    for name in ("dx", "dy"):
+        close(found[name].double(), expected[name], 2e-5, name)
+
+
+def test_without_a_gradient_of_y():
+    x, y = torch.randn(20, 5), torch.randn(20, 5)
+    grads = []
+    for needed in (False, True):
+        a = x.clone().requires_grad_()
+        with on_triton():
+            grads.append(torch.autograd.grad(clip_loss(a, y.clone().requires_grad_(needed), 3.0), a)[0])
+    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="this torch comes without Triton")
 
 from tests.contrastive.triton_compiler import compiled_for
-from unisono.contrastive.tiled import triton_choice
+from unisono.contrastive.tiled import triton_choice, triton_tiles
 from unisono.contrastive.tiled.block_kernels import LogsAndGrads
 from unisono.contrastive.tiled.tiles import ColumnBlock, LogSumExp, TilePlan
 from unisono.contrastive.tiled.triton_tiles import TritonTiles
@@ -68,6 +68,25 @@ def test_kernels_fit_into_a_gpu(arch, dtype, plan):
         if usage.kernel in ("statistics_kernel", "slopes_kernel", "sigmoid_kernel", "products_kernel"):
             tensor_cores = ("wgmma" if arch == 90 else "mma.sync") in usage.ptx
             assert tensor_cores == (dtype == "bfloat16"), usage[:4]
+
+
+def test_all_that_may_be_missing_compiles(monkeypatch):
+    """A constant scale, one row, no own columns, no statistics of columns, no gradient of y: no kernel reads what is None."""
+    monkeypatch.setattr(triton_tiles, "_number_or_tensor", lambda scalar, x, times: (float(scalar) * times, False))
+    x, y = (torch.zeros(rows, 40, dtype=torch.float16) for rows in (1, 30))
+    ids = torch.zeros(30, dtype=torch.int64)
+    dx = torch.zeros(x.shape)
+    for plan in (TilePlan(columns=False, excluded_diagonals=()), TilePlan(same_id_sums=True)):
+        kernels, block = TritonTiles(x, torch.ones(()), ids[:1], 1, plan), ColumnBlock(y, ids, None)
+        with compiled_for(90) as usages:
+            found = kernels.statistics(block, keep=False)
+            columns = None if found.columns is None else LogsAndGrads(found.columns, found.columns)
+            rows = LogsAndGrads(found.rows, found.rows)
+            kernels.gradients(block, rows, columns, None, kept=(), dx=dx, accumulate=True, dy=None)
+            kernels.sigmoid(block, torch.ones(()), None, masked=True, dx=None, accumulate=False, dy=None)
+            if columns is None:
+                kernels.softmax_losses(found.rows, None, found.rows[0], wants_slopes=True)
+        assert len(usages) == (6 if columns is None else 5)
 
 
 def choose(dtype=torch.bfloat16, plan=PLANS["plain"], fake=False):

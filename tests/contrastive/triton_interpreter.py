@@ -37,7 +37,10 @@ def _dot_of_numbers(self: Any, a: Any, b: Any, total: Any, *options: Any) -> Any
 
 @contextmanager
 def on_triton(slope_bytes: int = triton_tiles.SLOPE_BYTES, small: bool = True) -> Iterator[None]:
-    """CPU tensors are computed by the Triton tiles; if `small`, of 16 rows and columns, so that small batches have several."""
+    """CPU tensors are computed by the Triton tiles; if `small`, of 16 rows and columns, so that small batches have several.
+
+    New memory is filled with NaN, so that a kernel that reads what nothing has written is seen.
+    """
     with ExitStack() as stack:
 
         def patch(*arguments: Any) -> None:
@@ -52,4 +55,6 @@ def on_triton(slope_bytes: int = triton_tiles.SLOPE_BYTES, small: bool = True) -
         patch(triton_tiles, "SLOPE_BYTES", slope_bytes)
         patch(interpreter.InterpreterBuilder, "cast_impl", _cast_as_a_gpu_does)
         patch(interpreter.InterpreterBuilder, "create_dot", _dot_of_numbers)
+        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        torch.use_deterministic_algorithms(True)
         yield

@@ -425,7 +425,7 @@ def _slope_product(
 def products_kernel(
     slopes, x, y, lift, dx, dy, n_rows, n_columns, width, x_stride, y_stride, dx_plane, dy_stride, slopes_plane, slopes_stride,
     row_programs, split, accumulate,
-    has_lift: tl.constexpr, planes: tl.constexpr, float32_dot: tl.constexpr,
+    wants_dy: tl.constexpr, has_lift: tl.constexpr, planes: tl.constexpr, float32_dot: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """dx (+)= slopes @ y by the first programs, dy = slopes.T @ x by the others.
@@ -453,7 +453,7 @@ def products_kernel(
         if accumulate != 0:
             total += tl.load(at, mask=ok, other=0.0)
         tl.store(at, total, mask=ok)
-    else:
+    elif wants_dy:
         program -= row_programs
         m_block, block = _tile_index(program, slopes_stride // block_m, blocks)
         m = m_block * block_m + tl.arange(0, block_m)

@@ -456,8 +456,8 @@ def _products_op(
         triton_kernels.products_kernel[(programs,)](
             slopes, x, y, lift, dx, dy, n_rows, y.shape[0], width, x.stride(0), y.stride(0), dx.stride(0),
             0 if dy is None else dy.stride(0), slopes.stride(0), slopes.stride(1), row_programs, split, int(accumulate),
-            has_lift=lift is not None, planes=slopes.shape[0], float32_dot=options["float32_dot"], block_m=blocks.rows,
-            block_n=blocks.columns, block_k=blocks.width, num_warps=blocks.warps, num_stages=blocks.stages,
+            wants_dy=dy is not None, has_lift=lift is not None, planes=slopes.shape[0], float32_dot=options["float32_dot"],
+            block_m=blocks.rows, block_n=blocks.columns, block_k=blocks.width, num_warps=blocks.warps, num_stages=blocks.stages,
             **_COMPILED,
         )  # fmt: skip
 
