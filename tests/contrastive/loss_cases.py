@@ -161,3 +161,30 @@ def close(found: Tensor, expected: Tensor, tolerance: float, what: str, size: fl
     difference = float((found - expected).detach().abs().max()) if found.numel() else 0.0
     assert found.shape == expected.shape, f"{what}: {tuple(found.shape)} instead of {tuple(expected.shape)}"
     assert difference <= tolerance * max(size, 1e-300), f"{what}: off by {difference / max(size, 1e-300):.3g} of {size:.6g}"
+
+
+# The losses without options, for tests of how they round.
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "clip": lambda x, y, precision="exact": contrastive.clip_loss(x, y, 20.0, precision=precision),
+    "hard": lambda x, y, precision="exact": contrastive.clip_loss(x, y, 20.0, hardness=0.3, precision=precision),
+    "sigmoid": lambda x, y, precision="exact": contrastive.sigmoid_loss(x, y, 20.0, -5.0, precision=precision),
+    "ntxent": lambda x, y, precision="exact": contrastive.ntxent_loss(x, y, 0.05, precision=precision),
+}
+
+
+def far_apart_and_not_a_number() -> None:
+    """Logits hundreds of bits apart give what float64 gives, and a NaN reaches the loss and the gradient."""
+    x = torch.tensor([[110.0, 0.0], [-300.0, 0.0], [0.0, 0.001]], requires_grad=True)
+    y = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    wide, target = x.detach().double().requires_grad_(), torch.arange(3)
+    logits = wide @ y.double().T
+    expected = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+    loss = contrastive.clip_loss(x, y, 1.0)
+    close(loss.double(), expected, 1e-5, "loss")
+    close(*(torch.autograd.grad(each, leaf)[0].double() for each, leaf in ((loss, x), (expected, wide))), 1e-5, "gradient")
+    broken = x.detach().clone()
+    broken[1, 1] = torch.nan
+    broken.requires_grad_()
+    for each in LOSSES.values():
+        loss = each(broken, y)
+        assert loss.isnan() and torch.autograd.grad(loss, broken)[0].isnan().any()
