@@ -53,7 +53,7 @@ PLANS = {
 }
 
 
-def kernels_and_block(kind, plan, dtype, rows, columns, width, own_start, scale=3.0):
+def kernels_and_block(kind, plan, dtype, rows, columns, width, own_start, scale=0.3):
     generator = torch.Generator().manual_seed(rows + columns)
     x, y = (torch.randn(n, width, generator=generator).to(torch.float16).to(dtype) for n in (rows, columns))
     ids = torch.randint(6, (columns,), generator=generator)
