@@ -28,7 +28,7 @@ from unisono.dataparallel import GradientSync, SyncBatchNorm
 from unisono.embedding import EmbeddingCollection, Ragged, RowwiseAdagrad, Table
 
 RANK = 1
-HAS_TRITON = importlib.util.find_spec("unisono.contrastive.tiled.triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Size(NamedTuple):
