@@ -70,6 +70,11 @@ class EngineModule(nn.Module):
         """The handle of a fused optimizer: give it to torch.optim.lr_scheduler."""
         return self.engine.storage.optimizer
 
+    @property
+    def kernels(self) -> str:
+        """What computes on the rows: "compiled", or "torch" and why: no compiler, a device that is no CPU, 16-bit rows."""
+        return self.engine.storage.describe_kernels()
+
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw initial weights, the same for every plan and number of ranks. All ranks call."""
         self.engine.storage.reset(seed)
