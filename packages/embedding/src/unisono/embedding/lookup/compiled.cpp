@@ -131,6 +131,42 @@ int64_t deduplicate_any(const Number* numbers, int64_t n, Number* unique, int64_
                : deduplicate<uint64_t>(numbers, n, bits, unique, order, starts, counts, threads);
 }
 
+// Are all ids and offsets in range?
+
+struct Feature {  // compiled.py has the same fields
+    const void* ids;
+    int64_t id_count;
+    int64_t id_bytes;  // of one id: 4 or 8
+    const void* offsets;
+    int64_t offset_count;
+    int64_t offset_bytes;
+    int64_t rows;  // of its table
+};
+
+template <class Number>
+INLINE bool all_below(const void* numbers, int64_t n, int64_t limit) {
+    bool bad = false;
+    for (int64_t i = 0; i < n; i++) {
+        const Number number = static_cast<const Number*>(numbers)[i];
+        bad |= number < 0 || static_cast<int64_t>(number) >= limit;
+    }
+    return !bad;
+}
+
+template <class Number>
+INLINE bool rises(const void* numbers, int64_t n, int64_t last) {
+    const Number* x = static_cast<const Number*>(numbers);
+    bool falls = false;
+    for (int64_t i = 1; i < n; i++) falls |= x[i] < x[i - 1];
+    return !falls && n > 0 && x[0] == 0 && static_cast<int64_t>(x[n - 1]) == last;
+}
+
+CLONES static bool is_valid(const Feature& x) {
+    return (x.id_bytes == 4 ? all_below<int32_t>(x.ids, x.id_count, x.rows) : all_below<int64_t>(x.ids, x.id_count, x.rows)) &&
+           (x.offset_bytes == 4 ? rises<int32_t>(x.offsets, x.offset_count, x.id_count)
+                                : rises<int64_t>(x.offsets, x.offset_count, x.id_count));
+}
+
 // Sums of rows, in registers.
 
 template <class T>
@@ -336,6 +372,10 @@ DEFINE(float, int32_t, float32_int32)
 DEFINE(float, int64_t, float32_int64)
 DEFINE(double, int32_t, float64_int32)
 DEFINE(double, int64_t, float64_int64)
+
+extern "C" int are_valid(const Feature* features, int64_t count) {
+    return std::all_of(features, features + count, is_valid);
+}
 
 extern "C" int64_t deduplicate_int32(const int32_t* numbers, int64_t n, int32_t* unique, int64_t* order, int64_t* starts,
                                      int64_t* counts, int threads) {

@@ -67,6 +67,16 @@ def handles(*tensors: Tensor | None) -> bool:
     )
 
 
+def are_valid(features: Sequence[tuple[Tensor, Tensor, int]]) -> bool:
+    """Whether the ids of all features, (ids, offsets, rows of the table), are in range, and offsets rise from 0 to the end."""
+    found = (_Feature * len(features))()
+    for k, (ids, offsets, rows) in enumerate(features):
+        found[k] = _Feature(
+            ids.data_ptr(), ids.numel(), ids.itemsize, offsets.data_ptr(), offsets.numel(), offsets.itemsize, rows
+        )
+    return bool(_function("are_valid")(found, len(features)))
+
+
 def deduplicate(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """The fields of kernels.Deduplicated; None if a number is negative."""
     n = numbers.numel()
@@ -173,6 +183,7 @@ def _function(name: str, *tensors: Tensor) -> Any:
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer = ctypes.c_void_p
+    library.are_valid.argtypes = (pointer, ctypes.c_int64)
     for number in ("int32", "int64"):
         function = getattr(library, f"deduplicate_{number}")
         function.restype = ctypes.c_int64
@@ -224,6 +235,18 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise NoLibrary(f"{command[0]} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
     return done.stdout
+
+
+class _Feature(ctypes.Structure):
+    _fields_ = (
+        ("ids", ctypes.c_void_p),
+        ("id_count", ctypes.c_int64),
+        ("id_bytes", ctypes.c_int64),
+        ("offsets", ctypes.c_void_p),
+        ("offset_count", ctypes.c_int64),
+        ("offset_bytes", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+    )
 
 
 class _Bags(ctypes.Structure):

@@ -39,6 +39,14 @@ def deduplicate(numbers: Tensor) -> Deduplicated:
     return Deduplicated(unique, order, counts.cumsum(0) - counts, counts)
 
 
+def are_valid(features: Sequence[tuple[Tensor, Tensor, int]]) -> bool:
+    """Whether all ids and offsets are known to be valid; False: find out by torch's operations.
+
+    features: (ids, offsets, rows of the table), all int32 or int64.
+    """
+    return compiled.handles(*(x for ids, offsets, _ in features for x in (ids, offsets))) and compiled.are_valid(features)
+
+
 def sum_bags(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
     """Sum rows[index[starts[b] : starts[b + 1]]] for each b, times `weights`, which has one number for each of `index`."""
     if starts.numel() == 0 or index.numel() == 0 or rows.shape[1] == 0:

@@ -32,7 +32,7 @@ def lookup(storage: ShardStorage, incoming: Sequence[IncomingRequest], reached: 
         if request.group.key.max_norm is not None:
             with torch.no_grad():
                 _renormalise(request, storage.ranks, storage.options.dtype)
-    parameters: list[Tensor] = [module.weight for module in storage.modules]
+    parameters = storage.parameters()
     consumer: GradientConsumer
     if storage.optimizer is None:
         consumer = ParameterGradients(storage.modules, storage.options.sparse)
@@ -123,7 +123,7 @@ def _consume_gradients(
     `reached`: for each response whether it has a gradient; None: all have.
     """
     group, shard = request.group, request.shard
-    rows, bags, weights, frequencies = request.rows, request.bags(), request.weights, request.frequencies
+    rows, bags, weights, frequencies = request.rows, request.bags, request.weights, request.frequencies
     if reached is not None:
         keep = reached[:, 0] if bags is None else reached[:, 0].index_select(0, bags)
         rows, bags = rows[keep], keep.nonzero()[:, 0] if bags is None else bags[keep]
@@ -137,7 +137,7 @@ def _consume_gradients(
         rows = all_gather(dedup.unique, group=as_group(ranks))
         grads = all_gather(sums, group=as_group(ranks))
         bags, weights = None, None
-    dedup = _without_padding(deduplicate(rows), shard)
+    dedup = _without_padding(request.dedup if rows is request.rows else deduplicate(rows), shard)
     divisors = None if frequencies is None else _sum_numbers(frequencies, dedup)
     gradients = RowGradients(dedup.unique, grads, dedup, bags, weights, divisors, factor)
     if group.columns > 1 and consumer.needs_square_sums():  # of whole rows, so the chunks of columns communicate

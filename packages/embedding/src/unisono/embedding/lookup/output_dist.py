@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unisono.collectives import all_to_all_single
+from unisono.collectives import start_all_to_all_single
 from unisono.collectives.groups import as_group
 from unisono.embedding.lookup.input_dist import FeatureIds, IncomingRequest, OutgoingRequest
 from unisono.embedding.lookup.kernels import sum_bags, sum_duplicates
@@ -115,8 +115,12 @@ def _exchange_responses(
                 receive[owner] += pooling.request.response_count(shard_number) * width
     wire_dtype = storage.options.wire_dtype
     wire = flat if wire_dtype is None else flat.to(wire_dtype)
-    moved = all_to_all_single(wire, send_sizes=send, receive_sizes=receive, group=as_group(ranks))
-    return moved.to(flat.dtype)
+    pending = start_all_to_all_single(wire, send_sizes=send, receive_sizes=receive, group=as_group(ranks))
+    if flat.requires_grad:  # what the backward needs beside the gradients is computed while the rows travel
+        for request in incoming:
+            if request.shard is not None and not request.group.is_replicated:
+                _ = request.dedup, request.bags
+    return pending.wait().to(flat.dtype)
 
 
 def _join_weights(request: OutgoingRequest, like: Tensor) -> Tensor | None:

@@ -139,12 +139,16 @@ class ShardStorage:
         weight = _empty_rows(shape, dtype=self.options.dtype, device=self.options.device)
         return GroupShard(group, shard, weight, {} if self.rule is None else self.rule.states(weight))
 
+    def parameters(self) -> list[Tensor]:
+        """The weight of each table. Read from the dict of its module, since Module.__getattr__ takes long for many tables."""
+        return [module._parameters["weight"] for module in self.modules]  # type: ignore[misc]
+
     def requires_grad(self) -> bool:
-        return any(module.weight.requires_grad for module in self.modules)
+        return any(weight.requires_grad for weight in self.parameters())
 
     def describe_training(self) -> str:
         """What the backward does, as far as it must be the same on all ranks and may change from step to step."""
-        frozen = [module.table.name for module in self.modules if not module.weight.requires_grad]
+        frozen = [table.name for table, x in zip(self.tables, self.parameters(), strict=True) if not x.requires_grad]
         words = f"; frozen: {', '.join(frozen)}" if frozen else ""
         if self.optimizer is not None:
             words += f"; lr={self.optimizer.lr}, weight_decay={self.optimizer.weight_decay}"
@@ -207,16 +211,21 @@ class ShardStorage:
     def follow_parameters(self) -> None:
         """If a parameter was given other memory (`.data =`, pickle, another Parameter), copy its values into the shard."""
         replaced = []
+        weights = self.parameters()
         for shard, part in self._table_shards():
-            weight, view = self.modules[part.table].weight, shard.view(part)
+            weight = weights[part.table]
             local = _local_part(weight)
+            begins_at = shard.weight.data_ptr() + part.start * shard.weight.stride(0) * shard.weight.itemsize
+            if isinstance(weight, nn.Parameter) and local is not None and local.data_ptr() == begins_at:
+                continue
+            view = shard.view(part)
             where = f"{self.options.function}: the weight of table {self.tables[part.table].name!r}"
             if not isinstance(weight, nn.Parameter):
                 kind = type(weight).__name__
                 raise TypeError(
                     f"{where} is no Parameter but a {kind}: torch.func.functional_call cannot replace a sharded table"
                 )
-            if local is None or not view.numel() or local.data_ptr() == view.data_ptr():
+            if local is None or not view.numel():
                 continue
             if tuple(local.shape) != tuple(view.shape):
                 raise ValueError(f"{where} was replaced by one of shape {tuple(weight.shape)}")
