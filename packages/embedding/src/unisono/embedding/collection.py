@@ -40,7 +40,7 @@ class EmbeddingCollection(EngineModule):
     without mode. A feature may be a Ragged, (bags, ids) or (bags,) with one id each. Ranks may have different numbers of bags,
     or none. A feature of several tables gives one output for each, called "feature@table", as in TorchRec.
     stack=True returns one tensor (bags, features, dim) instead, with the features in the order of the dict; all need a mode,
-    one width, and the same number of bags. That is cheaper than torch.stack. All its features count as part of the loss.
+    one width, and the same number of bags. It costs what torch.stack costs. All its features count as part of the loss.
 
     Backward: each row gets the sum over all ranks of the gradients of its look-ups, divided by the number of ranks if
     grad_reduce="mean". All ranks must run it.
