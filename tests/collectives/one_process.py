@@ -144,6 +144,28 @@ CASES = {
         for op, f in REDUCTIONS.items()
         if op in ("sum", "avg")
     },
+    **{
+        f"{function}_equal_sizes": Case(function, same(4, 2), on_all(torch.cat), {"sizes": "equal"})
+        for function in ("all_gather", "start_all_gather")
+    },
+    "gather_equal_sizes": Case("gather", same(3, 2), on_root(torch.cat, lambda y: y[:0]), {"root": -1, "sizes": "equal"}),
+    "shift_equal_sizes": Case("shift", same(3), lambda xs: [xs[r - 1] for r in range(len(xs))], {"sizes": "equal"}),
+    **{
+        f"{function}_equal_sizes": Case(
+            function,
+            lambda size: [(2, 3 * size)] * size,
+            lambda xs: list(sum(xs).tensor_split(len(xs), 1)),
+            {"dim": 1, "sizes": "equal"},
+        )
+        for function in ("reduce_scatter", "start_reduce_scatter")
+    },
+    **{
+        f"{function}_equal_sizes": Case(
+            function, lambda size: [(2 * size, 3)] * size, exchanged, {"send_sizes": "equal", "receive_sizes": "equal"}
+        )
+        for function in ("all_to_all_single", "start_all_to_all_single")
+    },
+    "all_to_all_single_equal_uneven": Case("all_to_all_single", same(7), exchanged, {"receive_sizes": "equal"}),
     "global_mean_one_side": Case("global_mean", ragged(2), on_all(lambda xs: torch.cat(xs).mean())),
 }
 

@@ -138,7 +138,7 @@ def test_dtensors_are_refused_by_name():
     run_ranks(dtensors_are_refused, world_size=2)
 
 
-@pytest.mark.parametrize("sizes", [torch.tensor([2.0]), [2.0], [True], "2"])
+@pytest.mark.parametrize("sizes", [torch.tensor([2.0]), [2.0], [True], ["2"]])
 def test_sizes_that_are_no_integers_are_refused(sizes):
     for call in (all_gather, gather, shift, reduce_scatter, lambda x, sizes: Ring([x], sizes=sizes)):
         with pytest.raises(ValueError, match=r"sizes=\(.*\) must be integers"):

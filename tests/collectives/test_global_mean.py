@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.collectives import all_reduce, global_mean
 from unisono.collectives.testing import run_ranks
@@ -78,3 +80,18 @@ def mean_details() -> None:
 
 def test_global_mean_details():
     run_ranks(mean_details, world_size=2)
+
+
+class Refuses64Bits(TorchDispatchMode):
+    """As mps does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        assert not (isinstance(result, torch.Tensor) and result.device.type == "mps" and result.dtype.itemsize == 8), func
+        return result
+
+
+def test_mps_has_no_float64():
+    with FakeTensorMode(), Refuses64Bits():
+        x = torch.empty(3, device="mps")
+        assert global_mean(x, weights=torch.empty(3, device="mps")).dtype is global_mean(x).dtype is torch.float32

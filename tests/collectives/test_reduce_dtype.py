@@ -8,34 +8,42 @@ from unisono.collectives.autograd import LinearMap, apply
 from unisono.collectives.checks import validate_reduce_dtype
 from unisono.collectives.groups import process_group, resolve_group
 from unisono.collectives.testing import run_ranks
-from unisono.collectives.wire import all_reduce, reduce, reduce_scatter
+from unisono.collectives.wire import reduce, start_reduce_scatter, start_sum
 
 TINY = 2.0**-9  # 1 + TINY is 1 in bfloat16, so adding in bfloat16 loses what other ranks hold
 
 
+# In bfloat16 each order of adding them rounds to another number than their sum does.
+SUMMANDS, ROUNDED_SUM = (0.154296875, 0.9921875, 0.2080078125), 1.3515625
+
+
 def sums(reduce_dtype: torch.dtype | None) -> list[list[float]]:
-    """1 on rank 0 and TINY on the others: on 5 ranks one step of bfloat16 more than 1, unless it is rounded away."""
     pg = process_group(resolve_group(None))
-    x = torch.tensor([1.0 if dist.get_rank() == 0 else TINY], dtype=torch.bfloat16)
-    rows = x.repeat(dist.get_world_size())
-    results = all_reduce(x, pg, reduce_dtype), reduce_scatter(rows, [1] * len(rows), pg, reduce_dtype)
-    on_root = reduce(x, 0, pg, reduce_dtype)
+    x = torch.tensor([SUMMANDS[dist.get_rank()]], dtype=torch.bfloat16)
+    results = [
+        start_sum(x, pg, reduce_dtype).result(),
+        start_reduce_scatter(x.repeat(3), pg, [1, 1, 1], reduce_dtype).result(),
+    ]
+    on_root = reduce(x, pg, 0, reduce_dtype)
     assert all(y.dtype is torch.bfloat16 for y in (*results, on_root))
     return [y.tolist() for y in (*results, on_root)]
 
 
 def test_16_bit_values_are_added_in_reduce_dtype():
-    exact = [1 + 4 * TINY]
-    first, *others = run_ranks(sums, torch.float32, world_size=5)
-    assert first == [exact, exact, exact] and others == [[exact, exact, [0.0]]] * 4
-    assert run_ranks(sums, torch.float64, world_size=5)[0] == [exact, exact, exact]
+    exact = [ROUNDED_SUM]
+    first, *others = run_ranks(sums, torch.float32, world_size=3)
+    assert first == [exact, exact, exact] and others == [[exact, exact, [0.0]]] * 2
+    assert run_ranks(sums, torch.float64, world_size=3)[0] == [exact, exact, exact]
+    narrow = run_ranks(sums, torch.bfloat16, world_size=3)[0]
+    assert narrow[0] != exact and narrow[2] != exact, "otherwise this test could not fail"
 
 
 def narrow_sums() -> list[float]:
     """float32 that is added in bfloat16 travels in half the bytes, and is rounded."""
     pg = process_group(resolve_group(None))
     x = torch.tensor([1 + TINY, 3.0])
-    return [y.item() for y in (all_reduce(x, pg, torch.bfloat16)[0], reduce_scatter(x, [1, 1], pg, torch.bfloat16)[0])]
+    both = start_sum(x, pg, torch.bfloat16), start_reduce_scatter(x, pg, [1, 1], torch.bfloat16)
+    return [started.result()[0].item() for started in both]
 
 
 def test_a_narrower_reduce_dtype_rounds_what_is_sent():
@@ -60,7 +68,7 @@ def test_gradients_of_all_gather_are_added_in_reduce_dtype():
 
 def unsigned_on_gloo() -> list[int]:
     pg = process_group(resolve_group(None))
-    return reduce_scatter(torch.tensor([65535, 3], dtype=torch.uint16), [1, 1], pg).tolist()
+    return start_reduce_scatter(torch.tensor([65535, 3], dtype=torch.uint16), pg, [1, 1]).result().tolist()
 
 
 def test_small_integers_are_added_in_a_wider_dtype():

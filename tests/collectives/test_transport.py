@@ -28,8 +28,9 @@ from unisono.collectives import (
     shift,
 )
 from unisono.collectives.groups import _make_side_group, cpu_side_group, small_message_device
+from unisono.collectives.padding import is_padded
+from unisono.collectives.small_messages import _all_gather_rounds
 from unisono.collectives.testing import run_ranks
-from unisono.collectives.wire import _all_gather_rounds, is_padded
 
 
 def without_cpu_backend(seconds: float = 40, ranks: list[int] | None = None) -> Any:
@@ -60,6 +61,17 @@ def exchanges_on_the_side() -> tuple[int, ...]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_group_without_a_cpu_backend_gets_one_on_the_side(world_size):
     assert run_ranks(exchanges_on_the_side, world_size=world_size) == [tuple(range(1, world_size + 1))] * world_size
+
+
+def alone_on_the_side() -> None:
+    group = dist.new_group([dist.get_rank()], backend="cuda:gloo", use_local_synchronization=True)
+    side = cpu_side_group(group)
+    assert side is not None and (side.rank(), side.size()) == (0, 1)
+    assert all_gather(torch.ones(2), group=group).tolist() == [1, 1]
+
+
+def test_a_group_of_one_rank_gets_one_too():
+    run_ranks(alone_on_the_side, world_size=2)
 
 
 def only_members_make_it() -> None:
@@ -187,6 +199,30 @@ def moves_between_few() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_point_to_point_has_the_values_of_one_process(world_size):
     run_ranks(moves_between_few, world_size=world_size)
+
+
+def trees_are_merged() -> None:
+    """torch merges the leaves, which have equal sizes, into one call."""
+    group, rank, size = plain_group(), dist.get_rank(), dist.get_world_size()
+    xs = [{name: torch.arange(2.0 * n).view(n, 2) + 10 * r for name, n in (("a", 2), ("b", 3))} for r in range(size)]
+    whole = {name: torch.cat([x[name] for x in xs]) for name in xs[0]}
+    leaves = {name: x.clone().requires_grad_() for name, x in xs[rank].items()}
+    with count_bytes() as traffic:
+        gathered = all_gather(leaves, sizes="equal", group=group)
+    assert all(torch.equal(gathered[name], whole[name]) for name in whole)
+    assert traffic.by_op["all_gather"].calls == 1, traffic
+    with count_bytes() as traffic:
+        sum((rank + 1) * (y**2).sum() for y in gathered.values()).backward()
+    assert traffic.by_op["reduce_scatter"].calls == 1, traffic
+    for name, x in leaves.items():
+        assert torch.equal(x.grad, size * (size + 1) * xs[rank][name])
+    totals = all_reduce([leaves["a"], leaves["b"]], group=group)
+    assert torch.equal(totals[1], sum(x["b"] for x in xs))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fused_trees_have_the_values_of_one_process(world_size):
+    run_ranks(trees_are_merged, world_size=world_size)
 
 
 def test_padding_is_chosen_by_what_all_ranks_know():

@@ -96,6 +96,7 @@ def global_batch(rows: int, scale: float = 4.0, seed: int = 0) -> dict[str, Tens
     }
 
 
+FEATURES = ("x", "y", "third", "negatives")
 SHARED = ("scale", "temperature", "bias")
 CONSTANT = ("ids", "negative_ids")
 
@@ -122,21 +123,27 @@ def matches_one_process(
     tolerance: float = 1e-12,
     scale: float = 4.0,
     sizes: tuple[int, ...] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> None:
-    """Runs on every rank. Compares value and gradients with those of the reference on the whole batch."""
+    """Runs on every rank. Compares value and gradients with those of the reference on the whole batch.
+
+    `dtype`: of the features; the reference computes with the same numbers in float64.
+    """
     case = CASES[case_name]
     group, members = group_named(group_name)
     if not members:
         return
     sizes, rank = sizes or SPLITS[len(members)], resolve_group(group).rank
     assert members[rank] == dist.get_rank()
-    batch = differentiable(global_batch(sum(sizes), scale))
+    whole = global_batch(sum(sizes), scale)
+    features = {name: whole[name].to(dtype) for name in FEATURES}
+    batch = differentiable(whole | {name: t.double() for name, t in features.items()})
     expected = case(batch, case.reference)
     expected_grads = gradients(expected, batch)
 
-    mine = differentiable(local_batch(global_batch(sum(sizes), scale), sizes, rank))
+    mine = differentiable(local_batch(whole | features, sizes, rank))
     loss = case(mine, getattr(contrastive, case.function), group=group, **options)
-    close(loss, expected, tolerance, case_name)
+    close(loss.double(), expected, tolerance, case_name)
     copies = len(members) if options.get("grad_reduce", "mean") == "mean" else 1  # averaging over ranks divides by as many
     for name, grad in gradients(loss, mine).items():
         whole_grad = expected_grads[name]
@@ -144,12 +151,40 @@ def matches_one_process(
             truth = whole_grad * copies / len(members)
         else:
             truth = whole_grad.split_with_sizes(list(sizes))[rank] * copies
-        close(grad, truth, tolerance, f"{case_name}: gradient of {name}", size=float(whole_grad.abs().max()) * copies)
+        close(grad.double(), truth, tolerance, f"{case_name}: gradient of {name}", size=float(whole_grad.abs().max()) * copies)
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float, what: str, size: float | None = None) -> None:
     """Compare relative to the largest element of the whole tensor, or to `size`."""
-    size = float(expected.detach().abs().max()) if size is None else size
+    if size is None:
+        size = float(expected.detach().abs().max()) if expected.numel() else 0.0
     difference = float((found - expected).detach().abs().max()) if found.numel() else 0.0
     assert found.shape == expected.shape, f"{what}: {tuple(found.shape)} instead of {tuple(expected.shape)}"
     assert difference <= tolerance * max(size, 1e-300), f"{what}: off by {difference / max(size, 1e-300):.3g} of {size:.6g}"
+
+
+# The losses without options, for tests of how they round.
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "clip": lambda x, y, precision="exact": contrastive.clip_loss(x, y, 20.0, precision=precision),
+    "hard": lambda x, y, precision="exact": contrastive.clip_loss(x, y, 20.0, hardness=0.3, precision=precision),
+    "sigmoid": lambda x, y, precision="exact": contrastive.sigmoid_loss(x, y, 20.0, -5.0, precision=precision),
+    "ntxent": lambda x, y, precision="exact": contrastive.ntxent_loss(x, y, 0.05, precision=precision),
+}
+
+
+def far_apart_and_not_a_number() -> None:
+    """Logits hundreds of bits apart give what float64 gives, and a NaN reaches the loss and the gradient."""
+    x = torch.tensor([[110.0, 0.0], [-300.0, 0.0], [0.0, 0.001]], requires_grad=True)
+    y = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    wide, target = x.detach().double().requires_grad_(), torch.arange(3)
+    logits = wide @ y.double().T
+    expected = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+    loss = contrastive.clip_loss(x, y, 1.0)
+    close(loss.double(), expected, 1e-5, "loss")
+    close(*(torch.autograd.grad(each, leaf)[0].double() for each, leaf in ((loss, x), (expected, wide))), 1e-5, "gradient")
+    broken = x.detach().clone()
+    broken[1, 1] = torch.nan
+    broken.requires_grad_()
+    for each in LOSSES.values():
+        loss = each(broken, y)
+        assert loss.isnan() and torch.autograd.grad(loss, broken)[0].isnan().any()

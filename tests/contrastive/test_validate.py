@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unisono.collectives import MismatchError, checked
+from unisono.collectives import MismatchError, checked, count_bytes
 from unisono.contrastive import (
     ClipLoss,
     SigmoidLoss,
@@ -12,6 +12,7 @@ from unisono.contrastive import (
     clip_loss,
     multi_tower_loss,
     ntxent_loss,
+    retrieval_metrics,
     sigmoid_loss,
     supcon_loss,
 )
@@ -117,6 +118,39 @@ def with_sizes():
 
 def test_sizes_given(ranks):
     ranks(with_sizes, world_size=2)
+
+
+def with_equal_sizes():
+    """No message but those of the losses themselves, and checked() finds ranks that break the promise."""
+    losses = [
+        lambda x, n, **options: clip_loss(x[:n], x[:n], 2.0, **options),
+        lambda x, n, **options: clip_loss(x[:n], x[:n], 2.0, ids=IDS[:n], **options),
+        lambda x, n, **options: sigmoid_loss(x[:n], x[:n], 2.0, -1.0, **options),
+        lambda x, n, **options: ntxent_loss(x[:n], x[:n], 0.5, **options),
+        lambda x, n, **options: supcon_loss(x[:n], IDS[:n], 0.5, **options),
+        lambda x, n, **options: supcon_loss(x[:n, None], IDS[:n], 0.5, **options),
+        lambda x, n, **options: retrieval_metrics(x[:n].detach(), x[:n].detach(), **options)["x_to_y/recall@1"],
+    ]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for loss in losses:
+        found = []
+        for sizes in ([2] * size, "equal"):
+            x = (X + rank).requires_grad_()
+            with count_bytes() as traffic:
+                value = loss(x, 2, sizes=sizes)
+            gradient = torch.autograd.grad(value, x)[0] if isinstance(value, torch.Tensor) else None
+            found.append((value, gradient, traffic.calls))
+        (value, gradient, calls), (given, expected, expected_calls) = found
+        assert value == given and calls == expected_calls
+        assert gradient is None or torch.equal(gradient, expected)
+        with checked(), pytest.raises(MismatchError, match="the ranks disagree"):
+            loss(X, 1 + rank, sizes="equal")
+    with pytest.raises(ValueError, match="sizes='even' must be a sequence of lengths, one for each rank, or 'equal'"):
+        supcon_loss(X[:, None], IDS, 0.5, sizes="even")
+
+
+def test_equal_sizes_promised(ranks):
+    ranks(with_equal_sizes, world_size=2)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class GpuLedger(Benchmark):
         return found
 
     def skipped(self) -> list[str]:
-        lines = [] if HAS_TRITON else ["skipped: the Triton kernels of the losses: this checkout has none"]
+        lines = [] if HAS_TRITON else ["skipped: the Triton kernels of the losses: this environment has no Triton"]
         missing = torchrec_is_missing()
         lines.append(
             f"skipped: losses of {LARGE} with more than 64 ranks: a million rows in all, and a ring that is counted hop by hop"

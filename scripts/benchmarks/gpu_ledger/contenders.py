@@ -21,14 +21,14 @@ from benchmarks.contrastive import open_clip_losses
 from benchmarks.dataparallel import resnet50_sizes
 from benchmarks.embedding.workload import DIM, FEATURES, Setting, Workload
 from unisono.collectives import all_gather, simulate_rank
+from unisono.collectives.ledger.fake_values import known_values
 from unisono.collectives.ledger.hardware import H100_SXM
-from unisono.collectives.ledger.known_values import known_values
 from unisono.contrastive import clip_loss, sigmoid_loss
 from unisono.dataparallel import GradientSync, SyncBatchNorm
 from unisono.embedding import EmbeddingCollection, Ragged, RowwiseAdagrad, Table
 
 RANK = 1
-HAS_TRITON = importlib.util.find_spec("unisono.contrastive.tiled.triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Size(NamedTuple):

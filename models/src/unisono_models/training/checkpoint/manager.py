@@ -108,7 +108,7 @@ class Checkpoints:
         self._report = report or _print
         self._group: Any = None  # a ProcessGroup
         if dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout), group_desc="unisono: checkpoints")
         else:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
         group = resolve_group(self._group)

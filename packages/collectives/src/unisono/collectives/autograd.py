@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -18,9 +18,10 @@ from torch._library.effects import EffectType
 from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from unisono.collectives import wire
+from unisono.collectives import compiled, wire
 from unisono.collectives.checks import call_site, validate_linear_map
 from unisono.collectives.groups import GroupRanks, process_group
+from unisono.collectives.profiling import profiled
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,13 @@ class LinearMap:
     reduce_dtype: torch.dtype | None = None  # in which the ranks add, here and in the adjoints; None: that of the tensor
     call: str = ""  # what the user called, for errors
     site: str = ""  # the user's line if checks are enabled: then the map is validated over all ranks before it runs
+    functional: bool = False  # runs as one of torch's functional collectives, for torch.compile, and so do its adjoints
 
     def adjoint(self) -> LinearMap:
         kind = KINDS[self.kind].adjoint
         call = f"backward of {self.call}"
-        return replace(self, kind=kind, send=self.receive, receive=self.send, call=call)
+        own = self.root, self.reduce_dtype, call, self.site, self.functional
+        return LinearMap(kind, self.ranks, self.receive, self.send, *own)  # in half the time of replace()
 
     def tangent(self) -> LinearMap:
         return replace(self, kind=KINDS[self.kind].tangent or self.kind, call=f"jvp of {self.call}")
@@ -57,6 +60,7 @@ class Kind(NamedTuple):
     communicates: bool = True
     sets_rows: bool = True  # the result has sum(receive) rows; otherwise the shape of the input
     start: Callable[[Tensor, LinearMap, ProcessGroup], wire.Started] | None = None  # run, but without waiting for the result
+    functional: Callable[[Tensor, LinearMap], Tensor] | None = None  # run by torch's functional collectives, for equal sizes
 
 
 def _own_slice(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
@@ -69,60 +73,64 @@ def _own_pad(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
     return out
 
 
-def _all_gather(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
-    return wire.all_gather(x, plan.receive, pg)
+def _in_flight(
+    start: Callable[..., wire.Started], functional: Callable[[Tensor, LinearMap], Tensor], adjoint: str, **options: Any
+) -> Kind:
+    """Return the kind of a collective that can be started, and that has a functional form for equal sizes."""
+
+    def run(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
+        return start(x, plan, pg, async_op=False).result()
+
+    return Kind(run, adjoint, start=start, functional=functional, **options)
 
 
-def _start_all_gather(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> wire.Started:
-    return wire.start_gather(x, plan.receive, pg)
+def _start_all_gather(x: Tensor, plan: LinearMap, pg: ProcessGroup, async_op: bool = True) -> wire.Started:
+    return wire.start_all_gather(x, pg, plan.receive, async_op=async_op)
 
 
-def _reduce_scatter(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
-    return wire.reduce_scatter(x, plan.send, pg, plan.reduce_dtype)
+def _start_reduce_scatter(x: Tensor, plan: LinearMap, pg: ProcessGroup, async_op: bool = True) -> wire.Started:
+    return wire.start_reduce_scatter(x, pg, plan.send, plan.reduce_dtype, async_op=async_op)
 
 
-def _start_reduce_scatter(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> wire.Started:
-    return wire.start_reduce_scatter(x, plan.send, pg, plan.reduce_dtype)
+def _start_all_to_all(x: Tensor, plan: LinearMap, pg: ProcessGroup, async_op: bool = True) -> wire.Started:
+    return wire.start_all_to_all(x, pg, plan.send, plan.receive, async_op=async_op)
 
 
-def _all_to_all(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
-    return wire.all_to_all(x, plan.send, plan.receive, pg)
+def _start_all_reduce(x: Tensor, plan: LinearMap, pg: ProcessGroup, async_op: bool = True) -> wire.Started:
+    return wire.start_sum(x, pg, plan.reduce_dtype, async_op=async_op)
 
 
-def _start_all_to_all(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> wire.Started:
-    return wire.start_all_to_all(x, plan.send, plan.receive, pg)
+def _elementwise(op: str) -> Kind:
+    """Return the kind of a reduction that is not linear: it has no adjoint, but a derivative (_Extreme)."""
+    functional = None if op == "product" else partial(compiled.all_reduce_extreme, op=op)
+    return Kind(lambda x, plan, pg: wire.reduce_natively(x, pg, op), "", sets_rows=False, functional=functional)
 
 
-def _all_reduce(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
-    return wire.all_reduce(x, pg, plan.reduce_dtype)
-
-
-def _start_all_reduce(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> wire.Started:
-    return wire.start_sum(x, pg, plan.reduce_dtype)
+def _copy(x: Tensor, plan: LinearMap, pg: ProcessGroup) -> Tensor:
+    return x.clone()
 
 
 KINDS = {
-    "all_gather": Kind(_all_gather, "reduce_scatter", start=_start_all_gather),
-    "reduce_scatter": Kind(_reduce_scatter, "all_gather", start=_start_reduce_scatter),
-    "all_to_all": Kind(_all_to_all, "all_to_all", start=_start_all_to_all),
-    "point_to_point": Kind(lambda x, plan, pg: wire.point_to_point(x, plan.send, plan.receive, pg), "point_to_point"),
-    "all_reduce": Kind(_all_reduce, "all_reduce", sets_rows=False, start=_start_all_reduce),
-    "broadcast": Kind(lambda x, plan, pg: wire.broadcast(x, plan.root, pg), "reduce", sets_rows=False),
-    "reduce": Kind(lambda x, plan, pg: wire.reduce(x, plan.root, pg, plan.reduce_dtype), "broadcast", sets_rows=False),
-    # Not linear, so without an adjoint: functional/reduce.py has their derivatives.
-    "all_reduce_max": Kind(lambda x, plan, pg: wire.reduce_natively(x, "max", pg), "", sets_rows=False),
-    "all_reduce_min": Kind(lambda x, plan, pg: wire.reduce_natively(x, "min", pg), "", sets_rows=False),
-    "all_reduce_product": Kind(lambda x, plan, pg: wire.reduce_natively(x, "product", pg), "", sets_rows=False),
+    "all_gather": _in_flight(_start_all_gather, compiled.all_gather, "reduce_scatter"),
+    "reduce_scatter": _in_flight(_start_reduce_scatter, compiled.reduce_scatter, "all_gather"),
+    "all_to_all": _in_flight(_start_all_to_all, compiled.all_to_all, "all_to_all"),
+    "point_to_point": Kind(lambda x, plan, pg: wire.point_to_point(x, pg, plan.send, plan.receive), "point_to_point"),
+    "all_reduce": _in_flight(_start_all_reduce, compiled.all_reduce, "all_reduce", sets_rows=False),
+    "broadcast": Kind(lambda x, plan, pg: wire.broadcast(x, pg, plan.root), "reduce", sets_rows=False),
+    "reduce": Kind(lambda x, plan, pg: wire.reduce(x, pg, plan.root, plan.reduce_dtype), "broadcast", sets_rows=False),
+    "all_reduce_max": _elementwise("max"),
+    "all_reduce_min": _elementwise("min"),
+    "all_reduce_product": _elementwise("product"),  # its derivative is composed of other maps: functional/reduce.py
     # The named gradients: the tensors of the other ranks count as constants.
-    "all_gather_own": Kind(_all_gather, "own_slice", tangent="own_pad", start=_start_all_gather),
-    "all_reduce_own": Kind(_all_reduce, "identity", tangent="identity", sets_rows=False, start=_start_all_reduce),
+    "all_gather_own": _in_flight(_start_all_gather, compiled.all_gather, "own_slice", tangent="own_pad"),
+    "all_reduce_own": _in_flight(_start_all_reduce, compiled.all_reduce, "identity", tangent="identity", sets_rows=False),
     "own_slice": Kind(_own_slice, "own_pad", communicates=False),
     "own_pad": Kind(_own_pad, "own_slice", communicates=False),
-    "copy": Kind(lambda x, plan, pg: x.clone(), "all_reduce", tangent="copy", communicates=False, sets_rows=False),
+    "copy": Kind(_copy, "all_reduce", tangent="copy", communicates=False, sets_rows=False),
     # Tensor parallelism: all ranks have the same tensor and compute the same loss, which counts once.
     "split": Kind(_own_slice, "all_gather_own", communicates=False),
-    "replicate": Kind(lambda x, plan, pg: x.clone(), "all_reduce_own", communicates=False, sets_rows=False),
-    "identity": Kind(lambda x, plan, pg: x.clone(), "identity", communicates=False, sets_rows=False),
+    "replicate": Kind(_copy, "all_reduce_own", communicates=False, sets_rows=False),
+    "identity": Kind(_copy, "identity", communicates=False, sets_rows=False),
 }
 
 
@@ -131,15 +139,17 @@ _LEVELS = 64  # of torch's batched tensors
 
 def run(x: Tensor, plan: LinearMap) -> Tensor:
     """Run `plan` without autograd. The result is always a new tensor; `x` does not change."""
+    kind = KINDS[plan.kind]
+    if plan.functional:
+        return kind.functional(x, plan) if kind.functional else kind.run(x, plan, process_group(plan.ranks))
     if wire.is_traced_by_make_fx():
         return _run_as_op(x, plan)  # a graph of sends and receives would not wait for them
-    kind = KINDS[plan.kind]
     x = x.resolve_conj().resolve_neg().contiguous()
     if plan.ranks.size == 1:
         return x.clone()
     if plan.site and kind.communicates:
         validate_linear_map(x, plan)
-    return kind.run(x, plan, process_group(plan.ranks))
+    return profiled(plan.call, kind.run, x, plan, process_group(plan.ranks))
 
 
 def start(x: Tensor, plan: LinearMap) -> wire.Started:
@@ -151,7 +161,7 @@ def start(x: Tensor, plan: LinearMap) -> wire.Started:
     x = x.resolve_conj().resolve_neg().contiguous()
     if plan.site:
         validate_linear_map(x, plan)
-    return kind.start(x, plan, process_group(plan.ranks))
+    return profiled(plan.call, kind.start, x, plan, process_group(plan.ranks))
 
 
 class _Collective(torch.autograd.Function):
@@ -169,6 +179,25 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return apply(tangent, ctx.plan.tangent())
+
+
+class _Extreme(torch.autograd.Function):
+    """max or min over the ranks. Backward: the gradients of all ranks are added; ranks that hold the extreme share them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: LinearMap) -> Tensor:
+        y = run(x, plan)
+        ctx.save_for_backward(x, y)
+        ctx.plan = plan
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, y = ctx.saved_tensors
+        plan = replace(ctx.plan, kind="all_reduce", call=f"backward of {ctx.plan.call}")
+        holds = x == y
+        ties = apply(holds.to(torch.int32), plan)
+        return apply(grad, plan) * holds / ties, None
 
 
 class _TransformedCollective(_Collective):
@@ -193,11 +222,13 @@ class _TransformedCollective(_Collective):
 def apply(x: Tensor, plan: LinearMap) -> Tensor:
     """Run `plan` on the rows of `x`, differentiably."""
     if torch.compiler.is_compiling():
+        if plan.ranks.size == 1:
+            return x.clone()
         if torch._C._functorch.maybe_current_level() is not None:
             raise RuntimeError(
                 f"{plan.call}: torch.func transforms of a collective do not work inside torch.compile; do not compile them"
             )
-        y = _run_as_op(x, plan)
+        y = _run_in_graph(x, plan)
     elif torch._C._functorch.is_legacy_batchedtensor(x):
         y = apply_batched([x], [plan])[0]
     elif torch._C._are_functorch_transforms_active():
@@ -205,7 +236,7 @@ def apply(x: Tensor, plan: LinearMap) -> Tensor:
     elif not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
         y = run(x, plan)  # nothing to differentiate; most often this is the backward itself
     else:
-        y = _Collective.apply(x, plan)
+        y = (_Collective if KINDS[plan.kind].adjoint else _Extreme).apply(x, plan)
     return y
 
 
@@ -249,6 +280,54 @@ def _batch_level(x: Tensor) -> tuple[int, int]:
         if size == other:
             return level, size
     raise RuntimeError("torch.autograd.grad(is_grads_batched=True): the batch dimension was not found")
+
+
+def has_functional_form(x: Tensor, plan: LinearMap) -> bool:
+    """Return whether torch.compile may see `plan` as one of torch's functional collectives, or as plain torch.
+
+    torch drops functional collectives from a training graph where nothing depends on them, and that may be so on one rank only:
+    while others log the result, for instance. What has a gradient is used by all ranks, or their backward would wait.
+    """
+    kind = KINDS[plan.kind]
+    if not compiled.are_equal((*plan.send, *plan.receive)):
+        return False
+    if not kind.communicates:
+        return True
+    if kind.functional is None or not (plan.functional or (x.requires_grad and torch.is_grad_enabled())):
+        return False
+    return compiled.is_served(plan.kind == "reduce_scatter", x.dtype, x.device.type, plan.ranks.name)
+
+
+def _run_in_graph(x: Tensor, plan: LinearMap) -> Tensor:
+    """Put `plan` into the graph that is being compiled."""
+    if not has_functional_form(x, plan):
+        return _run_as_op(x, plan)
+    op = torch.ops.unisono_collectives.functional
+    y: Tensor = op(x, plan.kind, plan.send, plan.receive, plan.reduce_dtype, plan.call, *plan.ranks)
+    return y
+
+
+torch.library.define(
+    "unisono_collectives::functional",
+    "(Tensor x, str kind, SymInt[] send, SymInt[] receive, ScalarType? reduce_dtype, str call, str group, int rank, int size) "
+    "-> Tensor",
+)
+
+
+@torch.library.impl("unisono_collectives::functional", "CompositeImplicitAutograd")
+def _functional(
+    x: Tensor,
+    kind: str,
+    send: Sequence[int],
+    receive: Sequence[int],
+    reduce_dtype: torch.dtype | None,
+    call: str,
+    *ranks: Any,
+) -> Tensor:
+    """Dynamo sees one op; the tracer behind it sees through it, because it is composite: our Function and its backward."""
+    plan = LinearMap(kind, GroupRanks(*ranks), tuple(send), tuple(receive), 0, reduce_dtype, call, functional=True)
+    y: Tensor = (_Collective if KINDS[kind].adjoint else _Extreme).apply(x, plan)
+    return y
 
 
 def _run_as_op(x: Tensor, plan: LinearMap) -> Tensor:

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from unisono.collectives.groups import GroupRanks, is_fake_group, process_group, small_message_device
-from unisono.collectives.wire import small_all_gather, start_small_all_gather
+from unisono.collectives.profiling import profiled
+from unisono.collectives.small_messages import small_all_gather, start_small_all_gather
 
 if TYPE_CHECKING:
     from unisono.collectives.autograd import LinearMap
@@ -77,6 +78,11 @@ def checked(*, call_sites: bool = True) -> Iterator[None]:
 
 def checks_enabled() -> bool:
     return not torch.compiler.is_compiling() and bool(_current_mode())
+
+
+def checks_enabled_at_run_time() -> bool:
+    """checks_enabled() also while torch.compile traces."""
+    return bool(_current_mode())
 
 
 def call_site() -> str:
@@ -149,7 +155,7 @@ class Validation:
         header = [int(bool(problem)), _fingerprint(same), len(numbers), *numbers[: _HEADER - _FIXED]]
         header += [0] * (_HEADER - len(header))
         try:
-            self._wait = start_small_all_gather(_int64(header).to(self._device), self._pg)
+            self._wait = profiled(self._name(), start_small_all_gather, _int64(header).to(self._device), self._pg)
         except RuntimeError as error:
             raise self._no_answer() from error
 
@@ -157,7 +163,7 @@ class Validation:
         """Wait for the other ranks, and return whether result() will raise no MismatchError: the same on all of them."""
         if not self._table:
             try:
-                self._table = self._wait().tolist()
+                self._table = profiled(self._name(), self._wait).tolist()
             except RuntimeError as error:
                 raise self._no_answer() from error
         fingerprint = self._table[0][1]
@@ -178,6 +184,9 @@ class Validation:
             rests = small_all_gather(_int64(rest).to(self._device), self._pg).tolist()
             table = [row + more for row, more in zip(table, rests, strict=True)]
         return [row[_FIXED : _FIXED + row[2]] for row in table]
+
+    def _name(self) -> str:
+        return f"metadata of {self._function}"
 
     def _no_answer(self) -> RuntimeError:
         own = self._problem or self._words()

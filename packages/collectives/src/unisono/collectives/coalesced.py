@@ -19,6 +19,7 @@ from unisono.collectives import wire
 from unisono.collectives.autograd import KINDS, LinearMap, apply, apply_batched, run
 from unisono.collectives.checks import validate_linear_map
 from unisono.collectives.groups import backend_for, process_group
+from unisono.collectives.profiling import profiled
 
 _LARGE = 1 << 18  # bytes: on gloo, copies into a common message cost more than a message of its own
 
@@ -69,7 +70,7 @@ def run_coalesced(xs: Sequence[Tensor], plans: Sequence[LinearMap]) -> list[Tens
     form = first.kind.removesuffix("_own")  # a named gradient changes the backward, not what is sent now
     if backend_for(xs[0].device, pg) == "gloo":
         return _PACKED[form](xs, plans)
-    return _run_fused(xs, plans, pg)
+    return profiled(first.call, _run_fused, xs, plans, pg)
 
 
 def _run_fused(xs: Sequence[Tensor], plans: Sequence[LinearMap], pg: ProcessGroup) -> list[Tensor]:

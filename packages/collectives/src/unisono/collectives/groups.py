@@ -91,6 +91,11 @@ def _backends_of(pg: ProcessGroup) -> dict[str, str]:
     return found
 
 
+def backend_or_none(device: torch.device, pg: ProcessGroup) -> str | None:
+    """Return the backend for tensors on `device`, or None if the group has none."""
+    return _backends_of(pg).get(device.type)
+
+
 def backend_for(device: torch.device, pg: ProcessGroup) -> str:
     """Return the backend for tensors on `device`: one group may have one for CPUs and another for GPUs."""
     backends = _backends_of(pg)
@@ -184,13 +189,15 @@ def _make_side_group(pg: ProcessGroup) -> ProcessGroup | None:
     side._set_default_backend(ProcessGroup.BackendType.GLOO)
     side._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
     side._set_group_name(f"{pg.group_name}:cpu")  # type: ignore[arg-type]
-    side._set_group_desc(f"unisono: sizes and agreements of group {pg.group_name}")
+    side._set_group_desc(f"unisono: sizes and agreements of group {pg.group_name} ({pg.group_desc})")
     return side
 
 
 def _meet_neighbours(backend: Any) -> None:
     """Exchange a message with the ranks before and behind this one; raise where gloo cannot reach them."""
     rank, size = backend.rank(), backend.size()
+    if size == 1:
+        return
     greeting, heard = torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu")
     works = [backend.send([greeting], (rank + 1) % size, 0), backend.recv([heard], (rank - 1) % size, 0)]
     for work in works:

@@ -30,6 +30,7 @@ from unisono.collectives.sizes import (
     gradient_error,
     join_graph,
     length_of,
+    promises_equal,
     raise_local_error,
     resolve_sizes,
     sizes_error,
@@ -199,7 +200,6 @@ def all_gather_tree(
     tree: Tree, dim: int, sizes: Sizes, kind: str, ranks: GroupRanks, reduce_dtype: torch.dtype | None = None
 ) -> Tree:
     """all_gather the tensors of `tree`. Anything else in it must be equal on all ranks and stays as it is."""
-    sizes = as_tuple(sizes)
     leaves, structure = tree_flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[place] for place in places]
@@ -239,35 +239,50 @@ def _tree_error(tree: object, tensors: list[Tensor], others: list[Any]) -> str:
 
 
 def _validate_leaves(
-    tensors: list[Tensor], dim: int, sizes: Sequence[int] | None, same: tuple[object, ...], problem: str, ranks: GroupRanks
+    tensors: list[Tensor], dim: int, sizes: Sizes, same: tuple[object, ...], problem: str, ranks: GroupRanks
 ) -> list[list[list[int]]]:
-    """Return for every leaf and every rank its length along `dim` and whether it needs a gradient."""
-    problem = problem or sizes_error("sizes", sizes, ranks)
+    """Return for every leaf and every rank its length along `dim` and whether it needs a gradient.
+
+    sizes="equal" is a promise for each leaf: the leaves of one tree may have different lengths.
+    """
+    promised = promises_equal(sizes)
+    given = None if promised else as_tuple(sizes, 0, ranks)
+    problem = problem or sizes_error("sizes", given, ranks)
     problem = problem or next((bad for x in tensors if (bad := dim_error(x, dim))), "")
     if len({x.device for x in tensors}) > 1:
         problem = f"x: the leaves of a tree must be on one device, got {sorted({str(x.device) for x in tensors})}"
     lengths = [0 if problem else length_of(x, dim) for x in tensors]
-    if sizes is not None and not problem and any(length != sizes[ranks.rank] for length in lengths):
-        problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} along dim {dim}, but the leaves have {lengths}"
+    if given is not None and not problem and any(length != given[ranks.rank] for length in lengths):
+        problem = f"sizes={tuple(given)} promises {given[ranks.rank]} along dim {dim}, but the leaves have {lengths}"
+    recording = torch.is_grad_enabled()
     if sizes is not None and not checks_enabled():
         raise_local_error("all_gather", problem, ranks)
-        return [[[size, x.requires_grad and torch.is_grad_enabled()] for size in sizes] for x in tensors]
+        return [
+            [[size, x.requires_grad and recording] for size in given or (length,) * ranks.size]
+            for x, length in zip(tensors, lengths, strict=True)
+        ]
 
     def common(x: Tensor) -> tuple[object, ...]:
-        return str(x.dtype), x.ndim, [size for d, size in enumerate(x.shape) if d != dim % x.ndim]
+        return str(x.dtype), x.ndim, [size for d, size in enumerate(x.shape) if promised or d != dim % x.ndim]
 
-    recording = torch.is_grad_enabled()
     table = validate_across_ranks(
         "all_gather",
         ranks,
-        same=("all_gather", dim, same, sizes and tuple(sizes), [] if problem else [common(x) for x in tensors]),
+        same=(
+            "all_gather",
+            dim,
+            same,
+            "equal" if promised else given and tuple(given),
+            [] if problem else [common(x) for x in tensors],
+        ),
         numbers=[n for x, length in zip(tensors, lengths, strict=True) for n in (length, x.requires_grad and recording)],
         words=lambda: (
             f"all_gather(a tree of {', '.join(map(describe, tensors))}, dim={dim}) at {user_frame()}, "
             f"in {same[0]}, other values {same[1]}"
         ),
         device=tensors[0].device if tensors else None,
-        rule=f"The tree, its dtypes, every dimension but {dim}, and what is not a tensor must be the same on every rank.",
+        rule=f"The tree, its dtypes, every dimension{'' if promised else f' but {dim}'}, and what is not a tensor must be the "
+        "same on every rank.",
         problem=problem,
     )
     return [[row[2 * leaf : 2 * leaf + 2] for row in table] for leaf in range(len(tensors))]

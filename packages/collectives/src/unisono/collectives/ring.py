@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unisono.collectives.checks import describe, tensor_error
 from unisono.collectives.groups import Group, process_group, resolve_group
+from unisono.collectives.profiling import profiled
 from unisono.collectives.sizes import Sizes, resolve_sizes
 from unisono.collectives.wire import start_hop
 
@@ -17,7 +18,7 @@ class Ring:
 
     While a block is in use, the next one is being received. So communication overlaps with computation, and no rank holds
     more than two blocks. The tensors of one rank have the same first dimension; ranks may differ in it. `sizes`: the first
-    dimension on every rank, if known; otherwise it is exchanged.
+    dimension on every rank, if known, or "equal" if all ranks have the same; otherwise it is exchanged.
 
     Results for a block travel with it: call `add` with this rank's contribution after each block; `total` then returns
     what all ranks have added for this rank's own block.
@@ -58,10 +59,9 @@ class Ring:
             in_flight: list[dist.Work] = []
             if step + 1 < size:
                 arriving = [x.new_empty((self.sizes[self._block - 1], *x.shape[1:])) for x in block]
-                in_flight = start_hop(block, arriving, process_group(self.ranks))
+                in_flight = profiled("Ring", start_hop, block, arriving, process_group(self.ranks))
             yield self._block, block
-            for work in in_flight:
-                work.wait()
+            profiled("wait of Ring", _wait_for, in_flight)
             block = arriving
 
     def add(self, partial: Tensor, combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
@@ -70,8 +70,7 @@ class Ring:
         `partial` has the rows of the block, and otherwise the same shape for all blocks; it may be modified. Call this once
         for each block, on all ranks.
         """
-        for work in self._pending:
-            work.wait()
+        profiled("wait of Ring", _wait_for, self._pending)
         if self._total is not None:
             partial = torch.add(self._total, partial, out=partial) if combine is torch.add else combine(self._total, partial)
         partial = partial.contiguous()
@@ -79,19 +78,23 @@ class Ring:
         self._pending = []
         if self.ranks.size > 1:
             self._total = partial.new_empty((self.sizes[self._block - 1], *partial.shape[1:]))
-            self._pending = start_hop([partial], [self._total], process_group(self.ranks))
+            self._pending = profiled("Ring", start_hop, [partial], [self._total], process_group(self.ranks))
         self._leaving = partial  # must stay alive until it has been sent
 
     def total(self) -> Tensor:
         """Return what all ranks have added for this rank's block. Call it once, after the loop."""
-        for work in self._pending:
-            work.wait()
+        profiled("wait of Ring", _wait_for, self._pending)
         if self._total is None:
             raise RuntimeError("Ring.total: nothing was added; call add() for each block first")
         total = self._total
         self._total = self._leaving = None
         self._pending = []
         return total
+
+
+def _wait_for(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _tensors_error(tensors: Sequence[Tensor]) -> str:

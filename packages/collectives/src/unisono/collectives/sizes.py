@@ -1,7 +1,7 @@
 """Sizes: how a dimension is divided over the ranks. They are exchanged in one small message, or given and validated."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,8 +10,11 @@ from torch._library.effects import EffectType
 from unisono.collectives.checks import checks_enabled, describe, tensor_error, user_frame, validate_across_ranks
 from unisono.collectives.groups import Group, GroupRanks, resolve_group
 
-Sizes: TypeAlias = Sequence[int] | Tensor | None
-"""Every rank's length along a dimension: integers, or one tensor of them. None: not known, or as even as possible."""
+Sizes: TypeAlias = Sequence[int] | Tensor | Literal["equal"] | None
+"""Every rank's length along a dimension: integers, or one tensor of them. "equal": the caller promises that all are the same.
+
+None: not known, or as even as possible.
+"""
 
 
 def exchange_sizes(x: Tensor, dim: int = 0, *, group: Group = None) -> tuple[int, ...]:
@@ -48,6 +51,11 @@ def from_rows(rows: Tensor, dim: int) -> Tensor:
     return rows if dim == 0 or dim == -rows.ndim else rows.movedim(0, dim).contiguous()
 
 
+def with_shape_of(x: Tensor, rows: Tensor) -> Tensor:
+    """Undo to_rows(x, 0) for `rows` that have its shape."""
+    return rows.reshape(()) if x.ndim == 0 else rows
+
+
 def length_of(x: Tensor, dim: int) -> int:
     return x.shape[dim] if x.ndim else 1
 
@@ -62,9 +70,16 @@ def dim_error(x: object, dim: int) -> str:
     return ""
 
 
-def as_tuple(sizes: Sizes) -> Sequence[int] | None:
-    """Return `sizes` as integers if they are a tensor, otherwise as they are."""
-    return tuple(sizes.flatten().tolist()) if isinstance(sizes, Tensor) else sizes
+def promises_equal(sizes: object) -> bool:
+    """Return whether `sizes` is the word "equal"."""
+    return isinstance(sizes, str) and sizes == "equal"
+
+
+def as_tuple(sizes: Sizes, length: int, ranks: GroupRanks) -> Sequence[int] | None:
+    """Return `sizes` as integers, each of them `length` for "equal"; None and what is wrong stay as they are."""
+    if isinstance(sizes, Tensor):
+        return tuple(sizes.flatten().tolist())
+    return (length,) * ranks.size if promises_equal(sizes) else sizes  # type: ignore[return-value]
 
 
 def gradient_error(x: object) -> str:
@@ -83,8 +98,8 @@ def gradient_error(x: object) -> str:
 def sizes_error(name: str, sizes: Sequence[int] | None, ranks: GroupRanks) -> str:
     if sizes is None:
         return ""
-    if not isinstance(sizes, Sequence):
-        return f"{name}={sizes!r} must be a sequence of lengths, one for each rank"
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+        return f"{name}={sizes!r} must be a sequence of lengths, one for each rank, or 'equal'"
     if any(isinstance(size, (bool, float, str)) for size in sizes):
         return f"{name}={tuple(sizes)} must be integers"
     if len(sizes) != ranks.size or min(sizes) < 0:
@@ -94,13 +109,17 @@ def sizes_error(name: str, sizes: Sequence[int] | None, ranks: GroupRanks) -> st
 
 def split_sizes(name: str, sizes: Sizes, x: Tensor, dim: int, ranks: GroupRanks) -> tuple[tuple[int, ...], str]:
     """Return the length of each rank's part of `x` along `dim`, even if `sizes` is None, and what is wrong, or ""."""
-    sizes = as_tuple(sizes)
-    problem = dim_error(x, dim) or sizes_error(name, sizes, ranks)
-    if problem:
+    if problem := dim_error(x, dim):
+        return (), problem
+    length = length_of(x, dim)
+    if promises_equal(sizes) and length % ranks.size:
+        return (), f"{name}='equal': {ranks.size} ranks cannot have equal parts along dim {dim} of x of shape {tuple(x.shape)}"
+    sizes = as_tuple(sizes, length // ranks.size, ranks)
+    if problem := sizes_error(name, sizes, ranks):
         return (), problem
     if sizes is None:
-        return even_sizes(length_of(x, dim), ranks.size), ""
-    if sum(sizes) != length_of(x, dim):
+        return even_sizes(length, ranks.size), ""
+    if sum(sizes) != length:
         problem = f"{name}={tuple(sizes)} do not add up to the length along dim {dim} of x of shape {tuple(x.shape)}"
     return tuple(sizes), problem
 
@@ -123,17 +142,22 @@ def resolve_sizes(
 
     `same`: the other arguments, as a text that must be the same on all ranks. `problem`: what else is wrong on this rank.
     """
-    sizes = as_tuple(sizes)
     if sizes is None:
         table = all_gather_metadata(function, x, dim, ranks, same=same, problem=problem)
         return join_graph(x, table), metadata_lengths(table)
-    problem = problem or dim_error(x, dim) or sizes_error("sizes", sizes, ranks)
-    if not problem and length_of(x, dim) != sizes[ranks.rank]:
-        problem = f"sizes={tuple(sizes)} promises {sizes[ranks.rank]} along dim {dim}, but x has shape {tuple(x.shape)}"
+    problem = problem or dim_error(x, dim)
+    lengths = as_tuple(sizes, 0 if problem else length_of(x, dim), ranks)
+    assert lengths is not None  # sizes are given
+    problem = problem or sizes_error("sizes", lengths, ranks)
+    if not problem and length_of(x, dim) != lengths[ranks.rank]:
+        problem = f"sizes={tuple(lengths)} promises {lengths[ranks.rank]} along dim {dim}, but x has shape {tuple(x.shape)}"
     if checks_enabled():
-        all_gather_metadata(function, x, dim, ranks, problem=problem, same=f"sizes={tuple(sizes)}{', ' * bool(same)}{same}")
+        promised = promises_equal(sizes)
+        known = "equal" if promised or problem else tuple(lengths)
+        same = f"sizes={known!r}{', ' * bool(same)}{same}"
+        all_gather_metadata(function, x, dim, ranks, problem=problem, same=same, ragged=not promised)
     raise_local_error(function, problem, ranks)
-    return x, tuple(sizes)
+    return x, tuple(lengths)
 
 
 def all_gather_metadata(

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup, _coalescing_manager
 
 from unisono.collectives.groups import backend_for, is_fake_group, serving_group
+from unisono.collectives.padding import copy_parts, extended, is_padded, row_bytes, without_padding
 
 # Tags of our messages between two ranks, which no message of the user should have. They take turns: with one tag for all,
 # gloo takes up to twice as long when one message directly follows another.
@@ -35,17 +36,17 @@ _STRIDE = 0x10  # from the tag of one tensor to that of the next in start_hop
 # Backends do not add these integers. In a wider dtype the sum is the same, and it wraps around on the way back.
 _SUM_DTYPES = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 # What every backend sends. torch's own collectives also take bool and complex, its messages do not.
-_SENT_AS_THEY_ARE = {
+SENT_AS_THEY_ARE = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.uint8, torch.int8, torch.int32, torch.int64),
 }
-_RADIX = 4  # up to so many ranks, a small all_gather is one round of direct messages
-# Uneven sizes are padded from so many ranks on, if that sends at most 1.5 times the rows, and on average at most so many
-# bytes more for each rank: a broadcast of one rank's part takes some 20 us, in which 50 GB/s move 1 MB.
-_PADDED_FROM = 8
-_PADDING_BYTES = 1 << 20
 _CPU = torch.device("cpu")
 _turns: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+
+
+def next_tag(pg: ProcessGroup) -> int:
+    """Return the tag of the next messages, the same on all ranks: each of them calls this at the same points."""
+    return next(_turns.setdefault(pg, cycle(_TAGS)))
 
 
 def as_bytes(rows: Tensor) -> Tensor:
@@ -57,14 +58,18 @@ def as_bytes(rows: Tensor) -> Tensor:
 
 def payload(rows: Tensor) -> Tensor:
     """Return contiguous `rows` as they are sent: as bytes if backends do not know the dtype."""
-    return rows if rows.dtype in _SENT_AS_THEY_ARE else as_bytes(rows)
+    return rows if rows.dtype in SENT_AS_THEY_ARE else as_bytes(rows)
 
 
 class Started(NamedTuple):
-    """A collective that has begun. Nobody may touch its tensors, which `finish` keeps alive, until all works are done."""
+    """A collective that has begun. Nobody may touch its tensors until all works are done.
+
+    The functions that begin one take `async_op`: whether it gets a stream of its own, if the backend has streams.
+    """
 
     works: Sequence[dist.Work]
-    finish: Callable[[], Tensor]
+    finish: Callable[[], Tensor]  # returns the result, after the works
+    sent: Tensor | None = None  # must stay alive as long
 
     def result(self) -> Tensor:
         for work in self.works:
@@ -74,27 +79,21 @@ class Started(NamedTuple):
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R", Tensor, Started)
+_Function = Callable[Concatenate[Tensor, ProcessGroup, _P], _R]
 
 
-def _on_any_device(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
-    """Let `function`, one of whose arguments is a group, take tensors on devices that this group cannot send from.
+def _on_any_device(function: _Function[_P, _R]) -> _Function[_P, _R]:
+    """Let `function` take tensors on devices that the group cannot send from.
 
     gloo sends host memory only: a tensor on another device is copied there and back. A group without a CPU backend hands CPU
     tensors to its side group.
     """
 
     @wraps(function)
-    def call(x: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        place, pg = next((k, arg) for k, arg in enumerate(args) if isinstance(arg, ProcessGroup))
-        on_host = is_staged(x.device, pg)
-        serving = serving_group(_CPU if on_host else x.device, pg)
-        if serving is pg and not on_host:
-            return function(x, *args, **kwargs)
-        others = list(args)
-        others[place] = serving
-        if not on_host:
-            return function(x, *others, **kwargs)  # type: ignore[arg-type]
-        result = function(x.cpu(), *others, **kwargs)  # type: ignore[arg-type]
+    def call(x: Tensor, pg: ProcessGroup, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not is_staged(x.device, pg):
+            return function(x, serving_group(x.device, pg), *args, **kwargs)
+        result = function(x.cpu(), serving_group(_CPU, pg), *args, **kwargs)
         if isinstance(result, Started):
             return Started(result.works, lambda: result.finish().to(x.device))
         return result.to(x.device)
@@ -111,113 +110,53 @@ def is_staged(device: torch.device, pg: ProcessGroup) -> bool:
     return True
 
 
-def all_gather(x: Tensor, sizes: Sequence[int], pg: ProcessGroup) -> Tensor:
-    """Return every rank's rows, in rank order. `sizes`: rows of each rank."""
-    return start_gather(x, sizes, pg, async_op=False).result()
-
-
 @_on_any_device
-def start_gather(x: Tensor, sizes: Sequence[int], pg: ProcessGroup, *, async_op: bool = True) -> Started:
-    """Begin what all_gather does. `async_op`: on a stream of its own, if the backend has streams."""
+def start_all_gather(x: Tensor, pg: ProcessGroup, sizes: Sequence[int], *, async_op: bool = True) -> Started:
+    """Begin to gather every rank's rows, in rank order. `sizes`: rows of each rank."""
     out = x.new_empty((sum(sizes), *x.shape[1:]))
     if out.numel() == 0:  # the same on every rank
         return Started((), lambda: out)
     if backend_for(x.device, pg) == "gloo":
         parts = out.split_with_sizes(list(sizes))
-        works = _start_exchange([x] * len(sizes), parts, pg)
+        works = start_exchange([x] * len(sizes), parts, pg)
         parts[pg.rank()].copy_(x)
     elif len(set(sizes)) == 1:
         works = _works(dist.all_gather_single(payload(out), payload(x), group=pg, async_op=async_op))
-    elif is_padded(sizes, _row_bytes(x)):
-        extended = _extended(x, max(sizes))
+    elif is_padded(sizes, row_bytes(x)):
+        own = extended(x, max(sizes))
         every = x.new_empty((max(sizes) * len(sizes), *x.shape[1:]))
-        works = _works(dist.all_gather_single(payload(every), payload(extended), group=pg, async_op=async_op))
-        return Started(works, lambda: _keeping(extended, _copy_parts(out, *_without_padding(out, every, sizes))))
+        works = _works(dist.all_gather_single(payload(every), payload(own), group=pg, async_op=async_op))
+        return Started(works, lambda: copy_parts(out, *without_padding(out, every, sizes)), own)
     else:
         parts = payload(out).split_with_sizes(list(sizes))
         works = _works(dist.all_gather(list(parts), payload(x), group=pg, async_op=async_op))
-    return Started(works, lambda: _keeping(x, out))
-
-
-def is_padded(sizes: Sequence[int], row_bytes: int) -> bool:
-    """Return whether uneven parts are padded to the longest, for the fused collective of NCCL and similar backends.
-
-    Otherwise each rank's part is a broadcast or a reduction of its own, whose number of steps grows with the ranks.
-    """
-    size, total = len(sizes), sum(sizes)
-    padding = size * max(sizes) - total
-    return size >= _PADDED_FROM and 2 * padding <= total and padding * row_bytes <= size * _PADDING_BYTES
-
-
-def _row_bytes(x: Tensor) -> int:
-    return math.prod(x.shape[1:]) * x.dtype.itemsize
-
-
-def _extended(x: Tensor, length: int) -> Tensor:
-    """Return `x` with rows of zeros behind it."""
-    if len(x) == length:
-        return x
-    out = x.new_zeros((length, *x.shape[1:]))
-    out[: len(x)] = x
-    return out
-
-
-def _without_padding(packed: Tensor, padded: Tensor, sizes: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return each rank's rows as views of `packed`, without padding between them, and as views of `padded`.
-
-    Neighbours of equal size are one view: then a batch that is split as evenly as possible has two.
-    """
-    longest = max(sizes)
-    starts = [r for r in range(len(sizes)) if r == 0 or sizes[r] != sizes[r - 1]]
-    if len(starts) > len(sizes) // 8:  # one view for each rank, all contiguous, is copied by fewer kernels
-        parts = [length for size in sizes for length in (size, longest - size)]
-        return list(packed.split_with_sizes(list(sizes))), list(padded.split_with_sizes(parts)[::2])
-    runs = [stop - start for start, stop in zip(starts, [*starts[1:], len(sizes)], strict=True)]
-    blocks = padded.view(len(sizes), longest, *padded.shape[1:]).split_with_sizes(runs)
-    rows = packed.split_with_sizes([run * sizes[start] for run, start in zip(runs, starts, strict=True)])
-    views = [
-        part.view(run, -1, *part.shape[1:]) if len(part) else part.view(run, 0, *part.shape[1:])
-        for part, run in zip(rows, runs, strict=True)
-    ]
-    return views, [block[:, : sizes[start]] for block, start in zip(blocks, starts, strict=True)]
-
-
-def _copy_parts(whole: Tensor, into: list[Tensor], source: list[Tensor]) -> Tensor:
-    """Copy each part of `source` to its place in `whole`, in few kernels; an index would have to be sent to the device."""
-    pairs = [(a, b) for a, b in zip(into, source, strict=True) if a.numel()]
-    torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
-    return whole
-
-
-def reduce_scatter(x: Tensor, sizes: Sequence[int], pg: ProcessGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """Return the sum over ranks of this rank's share of the rows. `sizes`: rows of each rank's share."""
-    return start_reduce_scatter(x, sizes, pg, reduce_dtype, async_op=False).result()
+    return Started(works, lambda: out, x)
 
 
 @_on_any_device
 def start_reduce_scatter(
-    x: Tensor, sizes: Sequence[int], pg: ProcessGroup, reduce_dtype: torch.dtype | None = None, *, async_op: bool = True
+    x: Tensor, pg: ProcessGroup, sizes: Sequence[int], reduce_dtype: torch.dtype | None = None, *, async_op: bool = True
 ) -> Started:
-    """Begin what reduce_scatter does."""
+    """Begin to add this rank's share of the rows over the ranks. `sizes`: rows of each rank's share."""
     own = (sizes[pg.rank()], *x.shape[1:])
     if x.numel() == 0:  # the same on every rank
         return Started((), lambda: x.new_empty(own))
     on_gloo = backend_for(x.device, pg) == "gloo"
     adds_in = sum_dtype(x, reduce_dtype)
     if adds_in != x.dtype and not (on_gloo and adds_in.itemsize > x.dtype.itemsize):  # gloo: the wider dtype is not sent
-        started = start_reduce_scatter(x.to(adds_in), sizes, pg, async_op=async_op)
+        started = start_reduce_scatter(x.to(adds_in), pg, sizes, async_op=async_op)
         return Started(started.works, lambda: started.finish().to(x.dtype))
     if on_gloo:
         shares = x.split_with_sizes(list(sizes))
         arriving = [shares[r] if r == pg.rank() else x.new_empty(own) for r in range(pg.size())]
-        return Started(_start_exchange(shares, arriving, pg), lambda: sum_in_order(arriving, adds_in))
+        return Started(start_exchange(shares, arriving, pg), lambda: sum_in_order(arriving, adds_in), x)
     real = torch.view_as_real(x) if x.is_complex() else x
     rows = own[0]
-    if len(set(sizes)) > 1 and is_padded(sizes, _row_bytes(x)):
+    if len(set(sizes)) > 1 and is_padded(sizes, row_bytes(x)):
         rows = max(sizes)
         padded = real.new_zeros((rows * len(sizes), *real.shape[1:]))
-        parts, places = _without_padding(real, padded, sizes)
-        real = _copy_parts(padded, places, parts)
+        parts, places = without_padding(real, padded, sizes)
+        real = copy_parts(padded, places, parts)
     out = real.new_empty((rows, *real.shape[1:]))
     if len(real) == rows * len(sizes):
         works = _works(dist.reduce_scatter_single(out, real, group=pg, async_op=async_op))
@@ -226,9 +165,9 @@ def start_reduce_scatter(
 
     def finish() -> Tensor:
         kept = out if rows == own[0] else out[: own[0]].clone()  # a view would keep the padding
-        return _keeping(real, torch.view_as_complex(kept) if x.is_complex() else kept)
+        return torch.view_as_complex(kept) if x.is_complex() else kept
 
-    return Started(works, finish)
+    return Started(works, finish, real)
 
 
 def sum_in_order(blocks: Sequence[Tensor], adds_in: torch.dtype | None = None) -> Tensor:
@@ -241,23 +180,26 @@ def sum_in_order(blocks: Sequence[Tensor], adds_in: torch.dtype | None = None) -
         return blocks[0].clone()
     if dtype in (torch.bfloat16, torch.float16, torch.bool) and adds_in in (dtype, torch.float32, None):
         return torch.stack(list(blocks)).sum(0, dtype=dtype)
-    wide = adds_in or dtype
-    total = blocks[0].to(wide) + blocks[1].to(wide)
+    if adds_in not in (dtype, None):
+        return sum_in_order([block.to(adds_in) for block in blocks]).to(dtype)
+    total = blocks[0] + blocks[1]
     for block in blocks[2:]:
-        total += block.to(wide)
-    return total.to(dtype)
-
-
-def all_reduce(x: Tensor, pg: ProcessGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """Return the sum over ranks, added in `reduce_dtype`."""
-    return start_sum(x, pg, reduce_dtype, async_op=False).result()
+        total += block
+    return total
 
 
 @_on_any_device
 def start_sum(x: Tensor, pg: ProcessGroup, reduce_dtype: torch.dtype | None = None, *, async_op: bool = True) -> Started:
-    """Begin what all_reduce does."""
-    out = x.to(sum_dtype(x, reduce_dtype), copy=True)
-    return Started(_works(dist.all_reduce(out, group=pg, async_op=async_op)), lambda: out.to(x.dtype))
+    """Begin to add `x` over the ranks, in `reduce_dtype`."""
+    out = _summands(x, reduce_dtype)
+    works = _works(dist.all_reduce(out, group=pg, async_op=async_op))
+    return Started(works, lambda: out if out.dtype == x.dtype else out.to(x.dtype))
+
+
+def _summands(x: Tensor, reduce_dtype: torch.dtype | None) -> Tensor:
+    """Return a copy of `x` in the dtype in which the ranks add."""
+    dtype = sum_dtype(x, reduce_dtype)
+    return x.clone() if dtype == x.dtype else x.to(dtype)  # clone takes half the time of to(copy=True)
 
 
 def sum_dtype(x: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
@@ -277,7 +219,7 @@ def start_all_reduce(x: Tensor, pg: ProcessGroup) -> dist.Work:
 
 
 @_on_any_device
-def broadcast(x: Tensor, root: int, pg: ProcessGroup) -> Tensor:
+def broadcast(x: Tensor, pg: ProcessGroup, root: int) -> Tensor:
     out = x.clone() if pg.rank() == root else torch.empty_like(x)
     if out.numel():
         dist.broadcast(payload(out), group_src=root, group=pg)
@@ -285,44 +227,39 @@ def broadcast(x: Tensor, root: int, pg: ProcessGroup) -> Tensor:
 
 
 @_on_any_device
-def reduce(x: Tensor, root: int, pg: ProcessGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
+def reduce(x: Tensor, pg: ProcessGroup, root: int, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """Return the sum on `root`, and zeros elsewhere: backends leave partial sums there."""
-    out = x.to(sum_dtype(x, reduce_dtype), copy=True)
+    out = _summands(x, reduce_dtype)
     dist.reduce(out, group_dst=root, group=pg)
     return out.to(x.dtype) if pg.rank() == root else torch.zeros_like(x)
 
 
-def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], pg: ProcessGroup) -> Tensor:
-    """Send `send[r]` rows to rank r and receive `receive[r]` rows from it."""
-    return start_all_to_all(x, send, receive, pg, async_op=False).result()
-
-
 @_on_any_device
 def start_all_to_all(
-    x: Tensor, send: Sequence[int], receive: Sequence[int], pg: ProcessGroup, *, async_op: bool = True
+    x: Tensor, pg: ProcessGroup, send: Sequence[int], receive: Sequence[int], *, async_op: bool = True
 ) -> Started:
-    """Begin what all_to_all does."""
+    """Begin to send `send[r]` rows to rank r and to receive `receive[r]` rows from it."""
     out = x.new_empty((sum(receive), *x.shape[1:]))
     if math.prod(x.shape[1:]) == 0:  # the same on every rank, unlike the number of rows
         return Started((), lambda: out)
     if backend_for(x.device, pg) == "gloo":
         leaving, arriving = x.split_with_sizes(list(send)), out.split_with_sizes(list(receive))
-        works = _start_exchange(leaving, arriving, pg)
+        works = start_exchange(leaving, arriving, pg)
         arriving[pg.rank()].copy_(leaving[pg.rank()])
     else:
         splits = list(receive), list(send)
         works = _works(dist.all_to_all_single(payload(out), payload(x), *splits, group=pg, async_op=async_op))
-    return Started(works, lambda: _keeping(x, out))
+    return Started(works, lambda: out, x)
 
 
 @_on_any_device
-def point_to_point(x: Tensor, send: Sequence[int], receive: Sequence[int], pg: ProcessGroup) -> Tensor:
+def point_to_point(x: Tensor, pg: ProcessGroup, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """all_to_all among few partners: shift, gather and scatter. It posts only the messages that have rows.
 
     The caller says so, not the sizes: a rank that happens to send to few ranks in an all_to_all does not know what others do.
     """
     if backend_for(x.device, pg) == "gloo":
-        return all_to_all(x, send, receive, pg)
+        return start_all_to_all(x, pg, send, receive).result()
     out = x.new_empty((sum(receive), *x.shape[1:]))
     if math.prod(x.shape[1:]) == 0:
         return out
@@ -355,7 +292,7 @@ def start_hop(leaving: Sequence[Tensor], arriving: Sequence[Tensor], pg: Process
         return [_StagedHop(works, on_host, arriving)]  # type: ignore[list-item]
     pg = serving_group(device, pg)
     if backend_for(device, pg) == "gloo":
-        tag = next(_turns.setdefault(pg, cycle(_TAGS)))  # also if nothing is sent, so that all ranks use the same tag
+        tag = next_tag(pg)  # also if nothing is sent, so that all ranks use the same tag
         return [
             *(pg.send([x], target, tag + _STRIDE * k) for k, x in enumerate(leaving) if x.numel()),
             *(pg.recv([x], source, tag + _STRIDE * k) for k, x in enumerate(arriving) if x.numel()),
@@ -383,61 +320,6 @@ class _StagedHop:
             target.copy_(source)
 
 
-def small_all_gather(message: Tensor, pg: ProcessGroup) -> Tensor:
-    """Return the 1-D messages of all ranks, which have equal lengths, as (ranks, length)."""
-    return start_small_all_gather(message, pg)()
-
-
-def start_small_all_gather(message: Tensor, pg: ProcessGroup) -> Callable[[], Tensor]:
-    """Start small_all_gather. Call the result, once, to wait for the messages of all ranks and to get them."""
-    pg = serving_group(message.device, pg)
-    with untraced():
-        rounds = _all_gather_rounds(message, pg)
-        next(rounds)  # starts the first round
-
-    def wait() -> Tensor:
-        with untraced():
-            return next(rounds)
-
-    return wait
-
-
-def _all_gather_rounds(message: Tensor, pg: ProcessGroup) -> Iterator[Tensor]:
-    """Yield twice: when the first messages are on their way, and, after the last ones, the messages of all ranks.
-
-    On gloo this is Bruck's algorithm: in each round a rank sends all that it has to three others and so has four times as
-    much. That is one round for up to four ranks, and 15 messages in five rounds for 1,024, where gloo's own all_gather
-    takes 1,023 steps one after another, and direct messages to all take 1,023 calls.
-    """
-    rank, size = pg.rank(), pg.size()
-    if is_staged(message.device, pg) or backend_for(message.device, pg) != "gloo":
-        out = message.new_empty((size, message.numel()))
-        work = dist.all_gather_single(out.view(-1), message, group=pg, async_op=True)
-        yield out
-        if work is not None:
-            work.wait()
-        yield out
-        return
-    tag = next(_turns.setdefault(pg, cycle(_TAGS)))
-    blocks = message.new_empty((size, message.numel()))  # those of this rank and of the ranks behind it, in this order
-    blocks[0] = message
-    known = 1
-    while known < size:
-        pending = []
-        for first in range(known, min(_RADIX * known, size), known):
-            count = min(known, size - first)
-            pending.append(pg.send([blocks[:count]], (rank - first) % size, tag))
-            pending.append(pg.recv([blocks[first : first + count]], (rank + first) % size, tag))
-        if known == 1:
-            yield blocks
-        for work in pending:
-            work.wait()
-        known *= _RADIX
-    if size == 1:
-        yield blocks
-    yield blocks.roll(rank, 0)
-
-
 def is_traced_by_make_fx() -> bool:
     """Return whether make_fx records what is called now. Its graph would have the sends and receives, but no wait for them."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
@@ -457,10 +339,10 @@ def untraced() -> AbstractContextManager[object]:
     return disable_proxy_modes_tracing()
 
 
-def _start_exchange(leaving: Sequence[Tensor], arriving: Sequence[Tensor], pg: ProcessGroup) -> list[dist.Work]:
+def start_exchange(leaving: Sequence[Tensor], arriving: Sequence[Tensor], pg: ProcessGroup) -> list[dist.Work]:
     """Start to send `leaving[r]` to rank r and to receive `arriving[r]` from it; any dtype. The own entry is not touched."""
     rank, size = pg.rank(), pg.size()
-    tag = next(_turns.setdefault(pg, cycle(_TAGS)))
+    tag = next_tag(pg)
     pending = []
     for step in range(1, size):
         source, target = (rank - step) % size, (rank + step) % size
@@ -475,7 +357,7 @@ _NATIVE = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.R
 _GLOO_NATIVE = 1 << 20  # bytes: beyond them an exchange and a local reduction take less time on gloo
 
 
-def reduces_natively(x: Tensor, op: str, pg: ProcessGroup) -> bool:
+def reduces_natively(x: Tensor, pg: ProcessGroup, op: str) -> bool:
     """Return whether reduce_natively gives what torch gives for one stacked tensor, and is the faster way to it."""
     if x.is_complex() or x.dtype in (torch.uint16, torch.uint32, torch.uint64):
         return False
@@ -485,19 +367,29 @@ def reduces_natively(x: Tensor, op: str, pg: ProcessGroup) -> bool:
 
 
 @_on_any_device
-def reduce_natively(x: Tensor, op: str, pg: ProcessGroup) -> Tensor:
+def reduce_natively(x: Tensor, pg: ProcessGroup, op: str) -> Tensor:
     """Return the max, min or product over the ranks, by the backend's own operation. NaN wins, as torch has it."""
-    ordered = x.is_floating_point() and op != "product"
-    out = _as_ordered_integers(x, op) if ordered else x.to(_SUM_DTYPES.get(x.dtype, x.dtype), copy=True)
-    dist.all_reduce(out, op=_NATIVE[op], group=pg)
-    if not ordered:
-        return out.to(x.dtype)
-    wide = torch.float64 if out.dtype is torch.int64 else torch.float32
-    return _flip_negative(out).view(wide).to(x.dtype)
+
+    def reduced(out: Tensor) -> Tensor:
+        dist.all_reduce(out, op=_NATIVE[op], group=pg)
+        return out
+
+    if op == "product":
+        return reduced(x.to(_SUM_DTYPES.get(x.dtype, x.dtype), copy=True)).to(x.dtype)
+    return with_ordered_integers(x, op, reduced)
+
+
+def with_ordered_integers(x: Tensor, op: str, reduced: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the max or min by `reduced`, which reduces a new tensor of integers: the backends' own may drop a NaN."""
+    if not x.is_floating_point():
+        return reduced(x.to(_SUM_DTYPES.get(x.dtype, x.dtype), copy=True)).to(x.dtype)
+    integers = reduced(_as_ordered_integers(x, op))
+    wide = torch.float64 if integers.dtype is torch.int64 else torch.float32
+    return _flip_negative(integers).view(wide).to(x.dtype)
 
 
 def _as_ordered_integers(x: Tensor, op: str) -> Tensor:
-    """Return integers in the order of the floats, NaN before or after all: the backends' max and min may drop a NaN."""
+    """Return integers in the order of the floats, NaN before or after all."""
     wide = x if x.dtype is torch.float64 else x.float()
     integers = _flip_negative(wide.view(torch.int64 if wide.dtype is torch.float64 else torch.int32))
     limits = torch.iinfo(integers.dtype)
@@ -524,8 +416,3 @@ def coalesce(begin: Callable[[], Sequence[Started]], pg: ProcessGroup) -> list[T
 
 def _works(work: dist.Work | None) -> list[dist.Work]:
     return [] if work is None else [work]
-
-
-def _keeping(x: Tensor, out: Tensor) -> Tensor:
-    """Return `out`. Whoever holds this call holds `x`, too, which is being sent."""
-    return out

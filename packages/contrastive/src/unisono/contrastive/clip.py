@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 
 from unisono.collectives import Group, all_reduce, global_mean
 from unisono.collectives.checks import describe
+from unisono.collectives.sizes import Sizes
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.logit_statistics import logit_statistics
 from unisono.contrastive.tiled.softmax_mean import softmax_mean
@@ -37,7 +38,7 @@ def clip_loss(
     negatives: Tensor | None = None,
     negative_ids: Tensor | None = None,
     group: Group = None,
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = None,
     exchange: Exchange = "auto",
     logits: Logits = "auto",
     grad_reduce: GradReduce = "mean",
@@ -59,7 +60,8 @@ def clip_loss(
     direction: "x_to_y" takes only the rows of `x` as anchors, as in retrieval.
     negatives: this rank's share of additional candidates for `x`, (any number, width), such as hard negatives, or those of a
         NegativeQueue. Those of all ranks count. If `ids` are given, `negative_ids` must be given, too.
-    sizes: each rank's number of rows, if you know them. Otherwise one small collective exchanges them.
+    sizes: each rank's number of rows, if you know them, or "equal" if you promise that all ranks have as many as this one; only
+        checked() compares them then. Otherwise one small collective exchanges them.
     exchange: "gather" brings the `y` of all ranks at once, "ring" one rank's `y` after the other; "auto" decides by memory.
     logits: "keep" holds the logits of this rank's rows for the backward, "recompute" computes them again tile by tile; "auto"
         keeps up to 128 MiB.

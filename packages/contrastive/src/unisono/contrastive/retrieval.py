@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_gather
+from unisono.collectives.sizes import Sizes
 from unisono.contrastive.tiled.columns import Columns, Exchange, exchange_columns
 from unisono.contrastive.tiled.tiles import Span, TileIterator, TilePlan, fill_diagonals, spans
 from unisono.contrastive.validate import validate_inputs
@@ -19,7 +20,7 @@ def retrieval_metrics(
     ids: Tensor | None = None,
     *,
     ks: Sequence[int] = (1, 5, 10),
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = None,
     group: Group = None,
     exchange: Exchange = "auto",
     tile: int | None = None,

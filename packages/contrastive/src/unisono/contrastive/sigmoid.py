@@ -1,12 +1,11 @@
 """sigmoid_loss: every pair of the global batch is classified on its own."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from unisono.collectives import Group, all_reduce
 from unisono.collectives.functional.reduce import scale_loss_gradient
+from unisono.collectives.sizes import Sizes
 from unisono.contrastive.clip import GradReduce, SameId
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.sigmoid_sum import sigmoid_sum
@@ -24,7 +23,7 @@ def sigmoid_loss(
     same_id: SameId = "positive",
     weights: Tensor | None = None,
     group: Group = None,
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = None,
     exchange: Exchange = "auto",
     grad_reduce: GradReduce = "mean",
     precision: Precision = "exact",

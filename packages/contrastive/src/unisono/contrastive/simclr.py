@@ -1,13 +1,12 @@
 """ntxent_loss: two views of each sample, as in SimCLR."""
 
-from collections.abc import Sequence
-
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from unisono.collectives import Group, global_mean
+from unisono.collectives.sizes import Sizes
 from unisono.contrastive.clip import GradReduce
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.logit_statistics import logit_statistics
@@ -22,7 +21,7 @@ def ntxent_loss(
     temperature: Tensor | float,
     *,
     group: Group = None,
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = None,
     weights: Tensor | None = None,
     exchange: Exchange = "auto",
     logits: Logits = "auto",

@@ -1,13 +1,12 @@
 """supcon_loss: all samples with the same label attract each other."""
 
-from collections.abc import Sequence
-
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
 from unisono.collectives import Group, global_mean
 from unisono.collectives.checks import describe
+from unisono.collectives.sizes import Sizes
 from unisono.contrastive.clip import GradReduce
 from unisono.contrastive.tiled.columns import Exchange
 from unisono.contrastive.tiled.logit_statistics import logit_statistics
@@ -21,7 +20,7 @@ def supcon_loss(
     temperature: Tensor | float,
     *,
     group: Group = None,
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = None,
     weights: Tensor | None = None,
     exchange: Exchange = "auto",
     logits: Logits = "auto",
@@ -55,7 +54,8 @@ def supcon_loss(
         z = rearrange(z, "n view d -> (n view) d")
         labels = repeat(labels, "n -> (n view)", view=views)
         weights = None if weights is None else repeat(weights, "n -> (n view)", view=views)
-        sizes = None if sizes is None else [views * size for size in sizes]
+        if sizes is not None and not isinstance(sizes, str):  # "equal" stays as it is
+            sizes = [views * size for size in (sizes.tolist() if isinstance(sizes, Tensor) else sizes)]
     inputs = validate_inputs(
         "supcon_loss",
         z,

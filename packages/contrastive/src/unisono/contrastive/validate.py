@@ -1,6 +1,6 @@
 """validate_inputs: check the arguments of a loss, so that a bad call on one rank raises the same error on all ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,16 @@ from torch import Tensor
 from unisono.collectives import Group, all_reduce, average_gradient
 from unisono.collectives.checks import checks_enabled, describe
 from unisono.collectives.groups import resolve_group
-from unisono.collectives.sizes import all_gather_metadata, join_graph, metadata_lengths, raise_local_error, sizes_error
+from unisono.collectives.sizes import (
+    Sizes,
+    all_gather_metadata,
+    as_tuple,
+    join_graph,
+    metadata_lengths,
+    promises_equal,
+    raise_local_error,
+    sizes_error,
+)
 from unisono.contrastive.hints import ContrastiveWarning, warn_of_likely_mistakes
 from unisono.contrastive.tiled.tiles import TilePlan, statistics_dtype
 
@@ -55,7 +64,7 @@ def validate_inputs(
     ids: Tensor | None = None,
     weights: Tensor | None = None,
     negatives: Tensor | None = None,
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = None,
     group: Group = None,
     options: Mapping[str, object],
     problem: str = "",
@@ -76,9 +85,10 @@ def validate_inputs(
     same += f", a gradient for {names[0]}: {isinstance(scale, Tensor) and scale.requires_grad}"
     problem = _options_error(options) or problem
     problem = problem or _tensors_error(x, y, ids, weights, negatives, names[1]) or _scale_error(scale, names[0])
-    problem = problem or sizes_error("sizes", sizes, ranks)
-    if not problem and sizes is not None and sizes[ranks.rank] != x.shape[0]:
-        problem = f"sizes={tuple(sizes)} expects {sizes[ranks.rank]} rows on this rank, but x has shape {tuple(x.shape)}"
+    given = as_tuple(sizes, 0 if problem else x.shape[0], ranks)
+    problem = problem or sizes_error("sizes", given, ranks)
+    if not problem and given is not None and given[ranks.rank] != x.shape[0]:
+        problem = f"sizes={tuple(given)} expects {given[ranks.rank]} rows on this rank, but x has shape {tuple(x.shape)}"
     if not problem and checks_enabled():
         problem = _finite_error({"x": x, "y": y, "weights": weights})
         same += f", scale={float(scale.detach() if isinstance(scale, Tensor) else scale)!r}"
@@ -96,12 +106,14 @@ def validate_inputs(
         columns = y if negatives is None else torch.cat([y, negatives.to(dtype)])
     paired = negatives is None
     if not torch.compiler.is_compiling() and (sizes is None or not paired or checks_enabled()):
+        if given is not None and not problem:
+            same += f", sizes='equal' to {x.shape[0]}" if promises_equal(sizes) else f", sizes={tuple(given)}"
         wants_grad = not problem and x.requires_grad and torch.is_grad_enabled()
         table = all_gather_metadata(function, columns, 0, ranks, extra=[int(wants_grad)], same=same, problem=problem)
         x = join_graph(x, [[0, wanted] for _, _, wanted in table])
         return LossInputs(x, join_graph(columns, table), ids, metadata_lengths(table), paired, group, options)
     raise_local_error(function, problem, ranks)
-    known_sizes = tuple(sizes) if sizes is not None and paired else None
+    known_sizes = tuple(given) if given is not None and paired else None
     return LossInputs(x, columns, ids, known_sizes, paired, group, options)
 
 

@@ -262,7 +262,7 @@ def _make_mesh(owners: tuple[int, ...], pg: ProcessGroup, device_type: str, conn
     mesh = DeviceMesh(device_type, torch.tensor(mesh_ranks, device="cpu"), mesh_dim_names=("shards",), _init_backend=False)
     if not connected or pg is not dist.group.WORLD or is_fake_group(pg):
         return mesh
-    made = dist.new_group(mesh_ranks, sort_ranks=False)
+    made = dist.new_group(mesh_ranks, sort_ranks=False, group_desc="unisono: shards of a table")
     if isinstance(made, ProcessGroup):
         mesh._dim_group_names = [made.group_name]
     return mesh

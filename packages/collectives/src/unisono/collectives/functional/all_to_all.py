@@ -21,6 +21,7 @@ from unisono.collectives.sizes import (
     sizes_error,
     split_sizes,
     to_rows,
+    with_shape_of,
 )
 from unisono.collectives.wire import untraced
 
@@ -35,8 +36,10 @@ def all_to_all_single(
 ) -> Tensor:
     """Split `x` along `dim`, send part r to rank r, and concatenate what arrives, in rank order.
 
-    `send_sizes`: the length of each part; otherwise as even as possible. `receive_sizes`: the length of what arrives from
-    each rank, if known; otherwise the ranks exchange it in one small message.
+    `send_sizes`: the length of each part, or "equal" for equal parts; otherwise as even as possible. `receive_sizes`: the
+    length of what arrives from each rank, if known, or "equal" if every rank sends as much to this one as this rank keeps for
+    itself, which is so if all of them pass the same shape and `send_sizes`; otherwise the ranks exchange it in one small
+    message.
 
     Backward: all_to_all_single with the sizes swapped. All ranks must run it.
 
@@ -49,8 +52,8 @@ def all_to_all_single(
 def prepare_all_to_all_single(
     name: str, x: Tensor, dim: int, send_sizes: Sizes, receive_sizes: Sizes, ranks: GroupRanks
 ) -> Call:
-    receive_sizes = as_tuple(receive_sizes)
     send, problem = split_sizes("send_sizes", send_sizes, x, dim, ranks)
+    receive_sizes = as_tuple(receive_sizes, 0 if problem else send[ranks.rank], ranks)
     problem = problem or sizes_error("receive_sizes", receive_sizes, ranks)
     if not problem and receive_sizes is not None and receive_sizes[ranks.rank] != send[ranks.rank]:
         problem = f"send_sizes={send} and receive_sizes={tuple(receive_sizes)} differ for what stays on rank {ranks.rank}"
@@ -88,8 +91,9 @@ def all_to_all(xs: Sequence[Tensor], *, group: Group = None) -> list[Tensor]:
 def shift(x: Tensor, offset: int = 1, *, sizes: Sizes = None, group: Group = None) -> Tensor:
     """Send `x` to rank + offset, counted in a ring: rank r gets what rank r - offset holds.
 
-    Ranks may differ along the first dimension. `sizes`: every rank's length along it *before* the shift, if known; otherwise
-    the ranks exchange them in one small message. For many shifts, exchange them once and rotate them.
+    Ranks may differ along the first dimension. `sizes`: every rank's length along it *before* the shift, if known, or "equal"
+    if all have the same; otherwise the ranks exchange them in one small message. For many shifts, exchange them once and
+    rotate them.
 
     Backward: shift by -offset. All ranks must run it.
 
@@ -105,8 +109,7 @@ def shift(x: Tensor, offset: int = 1, *, sizes: Sizes = None, group: Group = Non
     send = one_rank_sizes(target, lengths[ranks.rank], ranks)
     receive = one_rank_sizes(source, lengths[source], ranks)
     plan = LinearMap("point_to_point", ranks, send, receive, call=f"shift(offset={offset})", site=call_site())
-    moved = apply(to_rows(x, 0), plan)
-    return moved.reshape(()) if x.ndim == 0 else moved
+    return with_shape_of(x, apply(to_rows(x, 0), plan))
 
 
 _FEW = 12  # up to so many ranks, all sizes fit into one small message

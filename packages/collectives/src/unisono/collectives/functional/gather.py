@@ -46,8 +46,9 @@ def all_gather(
 ) -> Tensor | Tree:
     """Concatenate `x` from every rank along `dim`, in rank order. Ranks may differ along `dim`, zero included.
 
-    `sizes`: every rank's length along `dim`, if known; otherwise the ranks exchange them in one small message between
-    CPUs, which does not wait for a GPU. A scalar counts as one row. A dict, list, tuple or dataclass of tensors is gathered
+    `sizes`: every rank's length along `dim`, if known, or "equal": you promise that all ranks have the same length, which
+    only checked() checks. Otherwise the ranks exchange them in one small message between CPUs, which does not wait for a GPU
+    but for the slowest rank. A scalar counts as one row. A dict, list, tuple or dataclass of tensors is gathered
     leaf by leaf, and all leaves travel together.
 
     Backward: grad="sum" adds the gradients of all ranks (a reduce_scatter), the true adjoint: use it when each rank
@@ -82,6 +83,8 @@ def prepare_all_gather(
 
 def gather(x: Tensor, dim: int = 0, *, root: int = 0, sizes: Sizes = None, group: Group = None) -> Tensor:
     """Concatenate `x` from every rank along `dim` on rank `root` of the group; the other ranks get length zero there.
+
+    `sizes`: as in all_gather.
 
     Backward: scatter. Every rank must run it, through the empty result on ranks other than `root`.
 

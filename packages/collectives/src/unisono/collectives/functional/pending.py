@@ -23,6 +23,7 @@ from unisono.collectives.functional.reduce import (
     validate_op,
 )
 from unisono.collectives.groups import Group, resolve_group
+from unisono.collectives.profiling import profiled
 from unisono.collectives.sizes import Sizes
 from unisono.collectives.wire import Started
 
@@ -184,7 +185,7 @@ class _Flight:
 
     def land(self) -> Tensor:
         assert self._started is not None  # wait() is called once
-        y = self._started.result()
+        y = profiled(f"wait of {self.plan.call}", self._started.result)
         self._started = None
         return y
 

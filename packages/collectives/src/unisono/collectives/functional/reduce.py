@@ -1,7 +1,6 @@
 """all_reduce, reduce, reduce_scatter, global_mean, average_gradient and sum_gradient: reductions over ranks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
-from unisono.collectives.autograd import Call, LinearMap, apply, is_transformed, run
+from unisono.collectives.autograd import Call, LinearMap, apply, has_functional_form, is_transformed
 from unisono.collectives.checks import (
     call_site,
     checks_enabled,
@@ -34,6 +33,7 @@ from unisono.collectives.sizes import (
     raise_local_error,
     split_sizes,
     to_rows,
+    with_shape_of,
 )
 from unisono.collectives.wire import reduces_natively
 
@@ -97,11 +97,11 @@ def all_reduce(
     if op in ("sum", "avg"):
         return prepare_all_reduce(name, x, op, grad, reduce_dtype, ranks).result()
     call = f"{name}(op={op!r}, grad={grad!r})"
-    rows = x.reshape(1) if x.ndim == 0 else x
+    rows = to_rows(x, 0)
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    if _is_native(x, op, ranks) and not (needs_grad and op == "product"):
-        plan = LinearMap(f"all_reduce_{op}", ranks, call=call, site=call_site())
-        return (_Extreme.apply(rows, plan) if needs_grad else run(rows, plan)).reshape(x.shape)
+    plan = LinearMap(f"all_reduce_{op}", ranks, call=call, site=call_site())
+    if _is_native(x, plan, op) and not (needs_grad and op == "product"):
+        return with_shape_of(x, apply(rows, plan))
     # Each rank reduces its share of the elements, then all ranks gather the shares. That sends as much as an all_reduce,
     # and gives torch's own derivative of `op`, to any order and under all transforms.
     shares = even_sizes(x.numel(), ranks.size)
@@ -117,8 +117,8 @@ def prepare_all_reduce(
     kind = "all_reduce_own" if grad == "identity" else "all_reduce"
     call = f"{name}(op={op!r}, grad={grad!r})"
     plan = LinearMap(kind, ranks, reduce_dtype=reduce_dtype, call=call, site=call_site())
-    rows, finish = _summands(x.reshape(1) if x.ndim == 0 else x, op, reduce_dtype, ranks)
-    return Call(rows, plan, lambda total: finish(total).reshape(x.shape))
+    rows, finish = _summands(to_rows(x, 0), op, reduce_dtype, ranks)
+    return Call(rows, plan, lambda total: with_shape_of(x, finish(total)))
 
 
 def _all_reduce_tree(
@@ -163,30 +163,13 @@ def _validate_tree(structure: str, tensors: Sequence[Tensor], ranks: GroupRanks)
     )
 
 
-def _is_native(x: Tensor, op: str, ranks: GroupRanks) -> bool:
-    """Return whether the backend itself may reduce `x`, which no transform of torch watches."""
-    if ranks.size == 1 or is_transformed(x):
+def _is_native(x: Tensor, plan: LinearMap, op: str) -> bool:
+    """Return whether the backend itself may reduce `x`, which no other transform of torch than torch.compile watches."""
+    if plan.ranks.size == 1:
         return False
-    return reduces_natively(x, op, process_group(ranks))
-
-
-class _Extreme(torch.autograd.Function):
-    """max or min over the ranks. Backward: the gradients of all ranks are added; ranks that hold the extreme share them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: LinearMap) -> Tensor:
-        y = run(x, plan)
-        ctx.save_for_backward(x, y)
-        ctx.plan = plan
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        x, y = ctx.saved_tensors
-        plan = replace(ctx.plan, kind="all_reduce", call=f"backward of {ctx.plan.call}")
-        holds = x == y
-        ties = run(holds.to(torch.int32), plan)
-        return apply(grad, plan) * holds / ties, None
+    if torch.compiler.is_compiling():
+        return has_functional_form(x, plan)
+    return not is_transformed(x) and reduces_natively(x, process_group(plan.ranks), op)
 
 
 def reduce(
@@ -208,8 +191,8 @@ def reduce(
     call = f"reduce(op={op!r}, root={root})"
     if op in ("sum", "avg"):
         plan = LinearMap("reduce", ranks, root=root, reduce_dtype=reduce_dtype, call=call, site=call_site())
-        rows, finish = _summands(x.reshape(1) if x.ndim == 0 else x, op, reduce_dtype, ranks)
-        return finish(apply(rows, plan)).reshape(x.shape)
+        rows, finish = _summands(to_rows(x, 0), op, reduce_dtype, ranks)
+        return with_shape_of(x, finish(apply(rows, plan)))
     shares = even_sizes(x.numel(), ranks.size)
     own = _prepare_reduced_rows(x.reshape(-1), shares, op, None, ranks, call).result()
     result = gather(own, root=root, sizes=shares, group=group)
@@ -230,9 +213,9 @@ def reduce_scatter(
 ) -> Tensor:
     """Reduce `x` elementwise over the ranks, split the result along `dim`, and give every rank its part.
 
-    `sizes`: the length of each rank's part, which may be uneven; otherwise as even as possible, and one small message
-    makes sure that all ranks pass the same shape and dtype. `op` and `reduce_dtype`: as in all_reduce. On gloo 16-bit floats
-    are added in float32 anyway.
+    `sizes`: the length of each rank's part, which may be uneven, or "equal" for equal parts. Otherwise they are as even as
+    possible, and one small message makes sure that all ranks pass the same shape and dtype. `op` and `reduce_dtype`: as in
+    all_reduce. On gloo 16-bit floats are added in float32 anyway.
 
     Backward: all_gather, then the derivative of `op`, as in all_reduce. All ranks must run it.
 
@@ -255,8 +238,8 @@ def prepare_reduce_scatter(
         )
         x = join_graph(x, table)
     raise_local_error(name, problem, ranks)
-    call = _prepare_reduced_rows(to_rows(x, dim), shares, op, reduce_dtype, ranks, f"{name}(op={op!r})")
-    return call._replace(finish=lambda rows: from_rows(call.finish(rows), dim))
+    rows, plan, finish = _prepare_reduced_rows(to_rows(x, dim), shares, op, reduce_dtype, ranks, f"{name}(op={op!r})")
+    return Call(rows, plan, lambda reduced: from_rows(finish(reduced), dim))
 
 
 def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradReduce = "mean", group: Group = None) -> Tensor:
@@ -285,7 +268,7 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
     validate_tensor("global_mean", x)
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"global_mean: x must be floating point or complex, got {x.dtype}")
-    wide = torch.complex128 if x.is_complex() else torch.float64
+    wide = _widest_dtype(x)
     if weights is None:
         total = x.sum(dtype=wide)
         count = x.new_full((), x.numel(), dtype=wide)
@@ -298,7 +281,14 @@ def global_mean(x: Tensor, *, weights: Tensor | None = None, grad_reduce: GradRe
         total = (x.to(wide) * weights).sum()
         count = weights.sum(dtype=wide)
     both = all_reduce(torch.stack([total, count]), group=group)
-    return scale_loss_gradient((both[0] / both[1]).to(x.dtype), grad_reduce, group)
+    return scale_loss_gradient((both.select(0, 0) / both.select(0, 1)).to(x.dtype), grad_reduce, group)
+
+
+def _widest_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which sums of `x` are exact enough for any batch; mps has no 64 bits."""
+    if x.device.type == "mps":
+        return torch.complex64 if x.is_complex() else torch.float32
+    return torch.complex128 if x.is_complex() else torch.float64
 
 
 def scale_loss_gradient(loss: Tensor, grad_reduce: GradReduce, group: Group) -> Tensor:
@@ -327,7 +317,7 @@ def average_gradient(x: Tensor, *, group: Group = None) -> Tensor:
     if ranks.size == 1 or not (x.is_floating_point() or x.is_complex()):  # integers have no gradient
         return x
     plan = LinearMap("copy", ranks, call="average_gradient", site=call_site())
-    copied = apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
+    copied = with_shape_of(x, apply(to_rows(x, 0), plan))
     return _divide_gradient(copied, ranks.size)
 
 
@@ -348,7 +338,7 @@ def sum_gradient(x: Tensor, *, group: Group = None) -> Tensor:
     if ranks.size == 1 or not (x.is_floating_point() or x.is_complex()):  # integers have no gradient
         return x
     plan = LinearMap("replicate", ranks, call="sum_gradient", site=call_site())
-    return apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
+    return with_shape_of(x, apply(to_rows(x, 0), plan))
 
 
 def _divide_gradient(x: Tensor, number: int) -> Tensor:

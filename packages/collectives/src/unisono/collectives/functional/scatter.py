@@ -23,6 +23,7 @@ from unisono.collectives.sizes import (
     raise_local_error,
     split_sizes,
     to_rows,
+    with_shape_of,
 )
 
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)  # the same on every rank
@@ -45,7 +46,7 @@ def broadcast(x: Tensor, *, root: int = 0, group: Group = None) -> Tensor:
         raise TypeError(f"broadcast: {problem}")
     root = validate_rank("broadcast", "root", root, ranks)
     plan = LinearMap("broadcast", ranks, root=root, call=f"broadcast(root={root})", site=call_site())
-    return apply(x.reshape(1) if x.ndim == 0 else x, plan).reshape(x.shape)
+    return with_shape_of(x, apply(to_rows(x, 0), plan))
 
 
 @disable_compile  # the receivers know shape and dtype only at run time
@@ -53,8 +54,8 @@ def scatter(x: Tensor | None, dim: int = 0, *, root: int = 0, sizes: Sizes = Non
     """Split `x` of rank `root` of the group along `dim` and give every rank its part.
 
     On the other ranks `x` is not used. Pass None, or any tensor: its gradient is zero, and second derivatives can be taken
-    through it. `sizes`: the length of each part, given on `root`; otherwise as even as possible. The receivers get sizes,
-    shape and dtype in one small message. torch.compile breaks the graph here.
+    through it. `sizes`: the length of each part, given on `root`, or "equal" for equal parts; otherwise as even as possible.
+    The receivers get sizes, shape and dtype in one small message, always. torch.compile breaks the graph here.
 
     Backward: gather to `root`. All ranks must run it.
 
@@ -89,9 +90,9 @@ def scatter(x: Tensor | None, dim: int = 0, *, root: int = 0, sizes: Sizes = Non
 def split(x: Tensor, dim: int = 0, *, sizes: Sizes = None, group: Group = None) -> Tensor:
     """Return this rank's part of `x`, which all ranks have, along `dim`. Nothing is sent.
 
-    `sizes`: the length of each rank's part; otherwise as even as possible. For tensor parallelism, where all ranks compute
-    the same loss, which counts once; all_gather(grad="slice") is its counterpart. Megatron calls it
-    scatter_to_tensor_model_parallel_region.
+    `sizes`: the length of each rank's part, or "equal" for equal parts; otherwise as even as possible. For tensor
+    parallelism, where all ranks compute the same loss, which counts once; all_gather(grad="slice") is its counterpart.
+    Megatron calls it scatter_to_tensor_model_parallel_region.
 
     Backward: all_gather: every rank gets the whole gradient of `x`. All ranks must run it.
 

@@ -224,6 +224,16 @@ _SEVERAL_KERNELS: dict[Any, int | Callable[..., int]] = {
     aten.cumsum: 2,
     aten.repeat_interleave: 2,
     aten.randperm: 5,
+    # Ops that ATen composes of several kernels where no mode sees them.
+    aten.logsumexp: 9,  # amax; abs, eq, masked_fill of infinite maxima; sub, exp, sum; log, add
+    aten.binary_cross_entropy_with_logits: 5,  # log_sigmoid, rsub, mul, sub, and the reduction
+    aten.select_backward: 2,  # zeros, copy
+    aten.slice_backward: 2,
+    aten.constant_pad_nd: 2,
+    aten.masked_fill: 2,  # a copy, and the op in place
+    aten.index_add: 2,
+    aten.scatter: 2,
+    aten.scatter_add: 2,
     aten.cat: lambda args, kwargs, out: -(-len(args[0]) // 128),  # 128 tensors a launch
     aten.stack: lambda args, kwargs, out: -(-len(args[0]) // 128),
 }

@@ -21,9 +21,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn.functional import softplus
 
-from unisono.contrastive.tiled.tiles import ColumnBlock, TilePlan, logits_dtype, statistics_dtype
+from unisono.contrastive.tiled.tiles import (
+    ColumnBlock,
+    TilePlan,
+    log_sum_exp2,
+    logits_dtype,
+    spans,
+    statistics_dtype,
+    tile_shape,
+)
 
 LOG2E = math.log2(math.e)
 
@@ -47,6 +58,14 @@ class SigmoidBlock(NamedTuple):
     dbias: Tensor | None  # scalar: the sum of all slopes
     row_losses: Tensor | None  # (rows,): the sum of the losses of each row, without weights; None without weights
     column_losses: Tensor | None  # (columns,): the same of each column
+
+
+class SoftmaxLosses(NamedTuple):
+    """Losses softplus(rest - diagonal) of rows and columns. The slopes are empty unless they are wanted."""
+
+    total: Tensor  # scalar
+    slopes: Tensor  # (1 or 2, rows): the derivatives, of rows and of columns
+    diagonal_slopes: Tensor  # (rows,): those with respect to the diagonal, minus the sum of the others
 
 
 class BlockKernels(ABC):
@@ -109,11 +128,53 @@ class BlockKernels(ABC):
         dx, dy: as in `gradients`; both None if no gradient is wanted. `dy` may have a row stride of more than its width.
         """
 
+    def join_ranks(self, parts: Tensor) -> Tensor:
+        """Join the statistics of columns from several ranks, (ranks, n, statistics), in bits, into (statistics, n)."""
+        return join_statistics(parts.transpose(1, 2), len(self.plan.log_sum_exps))
+
+    def softmax_losses(self, rows: Tensor, columns: Tensor | None, diagonal: Tensor, *, wants_slopes: bool) -> SoftmaxLosses:
+        """Compute the losses from log-sum-exps of rows and columns, (1, rows), and the diagonal, all in bits."""
+        rest = rows if columns is None else torch.cat([rows, columns])
+        excess = (rest - diagonal).mul_(1 / LOG2E)
+        total = softplus(excess, threshold=50).sum()
+        if not wants_slopes:
+            return SoftmaxLosses(total, excess.new_empty(0), excess.new_empty(0))
+        slopes = torch.sigmoid(excess, out=excess.new_empty(excess.shape, dtype=self.vector_dtype))
+        return SoftmaxLosses(total, slopes, slopes.sum(0).neg_())
+
+    def sum_of_products(self, dx: Tensor, out: Tensor | None = None) -> Tensor:
+        """The sum over all logits of slope times dot product, which equals the sum of x * dx: the gradient of the scale.
+
+        `out`: a scalar of `statistics_dtype`.
+        """
+        x = self.x
+        wide = statistics_dtype(x.device)
+        step = tile_shape(None, x.device)[0] if x.device.type == "cpu" else max(x.shape[0], 1)
+        by_row = [(x[part.slice] * dx[part.slice]).sum(1) for part in spans(x.shape[0], step)]
+        if len(by_row) == 1:
+            return torch.sum(by_row[0], 0, dtype=wide, out=out)
+        parts = [each.sum(dtype=wide) for each in by_row]
+        result = torch.stack(parts).sum() if parts else x.new_zeros((), dtype=wide)
+        return result if out is None else out.copy_(result)
+
+
+def join_statistics(parts: Tensor, log_sum_exps: int) -> Tensor:
+    """Join statistics, (parts, statistics, n): log-sum-exps first, then sums."""
+    if log_sum_exps == parts.shape[1]:
+        return log_sum_exp2(parts)
+    return torch.cat([log_sum_exp2(parts[:, :log_sum_exps]), parts[:, log_sum_exps:].sum(0)])
+
 
 def block_kernels(x: Tensor, scale: Tensor, row_ids: Tensor | None, own_columns: int, plan: TilePlan) -> BlockKernels:
     """Choose the kernels for the device of `x`."""
     from unisono.contrastive.tiled.cpu_tiles import CpuTiles  # they need the classes above
     from unisono.contrastive.tiled.device_tiles import DeviceTiles
 
-    kernels = CpuTiles if x.device.type == "cpu" else DeviceTiles
-    return kernels(x, scale, row_ids, own_columns, plan)
+    if x.device.type == "cpu":
+        return CpuTiles(x, scale, row_ids, own_columns, plan)
+    if x.device.type == "cuda":
+        from unisono.contrastive.tiled.triton_choice import triton_tiles
+
+        if (kernels := triton_tiles(x.device, x.dtype, plan, is_fake(x))) is not None:
+            return kernels(x, scale, row_ids, own_columns, plan)
+    return DeviceTiles(x, scale, row_ids, own_columns, plan)

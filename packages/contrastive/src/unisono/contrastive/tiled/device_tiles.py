@@ -104,7 +104,9 @@ class DeviceTiles(BlockKernels):
         plan = self.plan
         entries = len(plan.log_sum_exps)
         factor = self._factor(LOG2E)
-        lift = self._lift(rows.grads, None if columns is None else columns.grads, diagonal_grads)
+        lift = None
+        if self.x.dtype == torch.float16:
+            lift = largest_slope_lift([rows.grads, None if columns is None else columns.grads, diagonal_grads], self.dtype)
         sides = []
         for side in (rows, columns):
             if side is None:
@@ -161,19 +163,16 @@ class DeviceTiles(BlockKernels):
         accumulate: bool,
         dy: Tensor | None,
     ) -> SigmoidBlock:
-        wide = statistics_dtype(self.x.device)
         factor = self._factor(1.0)
         offset = float(bias) if bias.device != self.x.device else bias.to(self.dtype)
         row_spans, column_spans = self._spans(block)
-        totals = self.x.new_empty((len(column_spans), self.x.shape[0]), dtype=self.dtype)
+        totals = self.x.new_empty((1 + (dx is not None), len(column_spans), self.x.shape[0]), dtype=self.dtype)
         column_totals = _empty(self.x, (len(row_spans), block.y.shape[0]), self.dtype, weights is not None)
-        slopes = torch.empty_like(totals) if dx is not None else None
         own_weights = [] if weights is None else [each.to(self.dtype) for each in weights]
         products = None if dx is None else _Products(self, block, dx, accumulate, dy)
         lift = None
         if dx is not None and self.x.dtype == torch.float16:
-            largest = [each.abs().amax() for each in own_weights if each.shape[0]]
-            lift = _power_of_two(torch.stack(largest).amax() if largest else self.x.new_ones((), dtype=self.dtype))
+            lift = largest_slope_lift(own_weights or [self.x.new_ones(1, dtype=self.dtype)], self.dtype)
         for r, rows in enumerate(row_spans):
             for c, columns in enumerate(column_spans):
                 logits = self._products(rows, columns, block).mul_(factor).add_(offset)
@@ -184,10 +183,10 @@ class DeviceTiles(BlockKernels):
                     logits = torch.where(same, -logits, logits)
                 self._flip_diagonal(logits, rows, columns, block)
                 losses = logsigmoid(-logits).neg_()
-                torch.sum(losses, 1, out=totals[c, rows.slice])
+                torch.sum(losses, 1, out=totals[0, c, rows.slice])
                 if weights is not None:
                     torch.sum(losses, 0, out=column_totals[r, columns.slice])
-                if products is None or slopes is None:
+                if products is None:
                     continue
                 slope = logits.sigmoid_()
                 if same is not None and not masked:
@@ -195,17 +194,11 @@ class DeviceTiles(BlockKernels):
                 self._flip_diagonal(slope, rows, columns, block)
                 if own_weights:
                     slope *= (own_weights[0][rows.slice].unsqueeze(1) + own_weights[1][columns.slice]) / 2
-                torch.sum(slope, 1, out=slopes[c, rows.slice])
+                torch.sum(slope, 1, out=totals[1, c, rows.slice])
                 products.add(slope if lift is None else slope.mul_(lift), rows, columns)
         if products is not None:
             products.finish(lift)
-        dbias = None if slopes is None else slopes.sum(dtype=wide)
-        if weights is None:
-            return SigmoidBlock(totals.sum(dtype=wide), dbias, None, None)
-        row_losses = totals.sum(0, dtype=wide)
-        column_losses = column_totals.sum(0, dtype=wide)
-        total = (row_losses @ weights[0].to(wide) + column_losses @ weights[1].to(wide)) / 2
-        return SigmoidBlock(total, dbias, row_losses, column_losses)
+        return sigmoid_block(totals, column_totals, weights)
 
     def _factor(self, times: float) -> Tensor | float:
         """`scale` * times: a scalar in the dtype of the tiles, or a number, which costs no kernel, if `scale` is a constant."""
@@ -265,13 +258,6 @@ class DeviceTiles(BlockKernels):
         if found := self._partners(tile, rows, columns, block):
             found[0].neg_()
 
-    def _lift(self, *grads: Tensor | None) -> Tensor | None:
-        """For float16: the power of two that brings the largest of `grads` near 2**12."""
-        if self.x.dtype != torch.float16:
-            return None
-        largest = [each.abs().amax() for each in grads if each is not None and each.numel()]
-        return _power_of_two(torch.stack(largest).amax().to(self.dtype)) if largest else None
-
 
 class _Sums:
     """The sums of 2**(factor * tile + shift) by row or by column: one vector for each tile along the other side."""
@@ -319,7 +305,7 @@ class _Products:
             if self._precision == "exact":
                 parts.append(torch.sub(slope, parts[0], out=torch.empty_like(parts[0])))
         x, y = self._x[rows.slice], self._y[columns.slice]
-        with _tf32(self._precision, self._x):
+        with allow_tf32(self._precision, self._x):
             for k, part in enumerate(parts):
                 first = not k and not columns.start and (self._apart or not self._accumulate)
                 _add_matmul(self._target[rows.slice], part, y, first)
@@ -369,7 +355,7 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 @contextmanager
-def _tf32(precision: str, x: Tensor) -> Iterator[None]:
+def allow_tf32(precision: str, x: Tensor) -> Iterator[None]:
     """In the backward of float32 features on CUDA: "fast" allows TF32, "exact" leaves torch's setting."""
     if precision != "fast" or x.dtype != torch.float32 or not x.is_cuda:
         yield
@@ -382,10 +368,29 @@ def _tf32(precision: str, x: Tensor) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _power_of_two(largest: Tensor) -> Tensor:
-    """The power of two that brings `largest` to 2**12; 1 where that is impossible."""
-    lift = torch.exp2(12 - largest.log2().ceil_())
+def largest_slope_lift(grads: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
+    """For float16: the power of two that brings the largest of `grads` near 2**12; 1 where that is impossible."""
+    largest = [each.abs().amax() for each in grads if each is not None and each.numel()]
+    if not largest:
+        return None
+    lift = torch.exp2(12 - torch.stack(largest).amax().to(dtype).log2().ceil_())
     return torch.where(lift.isfinite() & (lift > 0), lift, 1.0)
+
+
+def sigmoid_block(totals: Tensor, column_totals: Tensor | None, weights: tuple[Tensor, Tensor] | None) -> SigmoidBlock:
+    """Add up what the tiles gave.
+
+    totals: (1 or 2, tiles, rows): sums of the losses of a row and, if there is a gradient, of its slopes.
+    column_totals: (tiles, columns): sums of the losses of a column; not read without weights.
+    """
+    wide = statistics_dtype(totals.device)
+    if weights is None or column_totals is None:
+        total, *dbias = totals.sum((1, 2), dtype=wide)
+        return SigmoidBlock(total, dbias[0] if dbias else None, None, None)
+    row_losses = totals[0].sum(0, dtype=wide)
+    column_losses = column_totals.sum(0, dtype=wide)
+    total = (row_losses @ weights[0].to(wide) + column_losses @ weights[1].to(wide)) / 2
+    return SigmoidBlock(total, totals[1].sum(dtype=wide) if len(totals) == 2 else None, row_losses, column_losses)
 
 
 def _choose(tile: Tensor, entry: LogSumExp, same: Tensor | None) -> Tensor:

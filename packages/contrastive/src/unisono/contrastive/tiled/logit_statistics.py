@@ -17,19 +17,16 @@ from torch._library.effects import EffectType
 from unisono.collectives import all_gather, all_to_all_single
 from unisono.collectives.groups import GroupRanks, as_group, resolve_group
 from unisono.collectives.sizes import all_gather_metadata, metadata_lengths
-from unisono.contrastive.tiled.block_kernels import LOG2E, BlockKernels, LogsAndGrads, block_kernels
-from unisono.contrastive.tiled.columns import Columns, Combine, GatheredColumns, exchange_columns
+from unisono.contrastive.tiled.block_kernels import LOG2E, BlockKernels, LogsAndGrads, block_kernels, join_statistics
+from unisono.contrastive.tiled.columns import Columns, GatheredColumns, exchange_columns
 from unisono.contrastive.tiled.tiles import (
     ColumnBlock,
     Ids,
     LogSumExp,
     TilePlan,
     all_logits,
-    log_sum_exp2,
     select,
-    spans,
     statistics_dtype,
-    tile_shape,
     without_autocast,
 )
 
@@ -86,11 +83,11 @@ def forward_in_bits(
     kept: list[list[Tensor]] = []
     for own_start, (all_y, *all_ids) in columns:
         found = kernels.statistics(ColumnBlock(all_y, all_ids[0] if all_ids else None, own_start), keep=keep_logits)
-        by_row = found.rows if by_row is None else _combine(torch.stack([by_row, found.rows]), entries)
+        by_row = found.rows if by_row is None else join_statistics(torch.stack([by_row, found.rows]), entries)
         if found.diagonal is not None:
             diagonal = found.diagonal
         if found.columns is not None:
-            columns.add(found.columns.T.contiguous(), _combine_columns(entries))
+            columns.add(found.columns.T.contiguous(), lambda parts: kernels.join_ranks(parts).T)
         kept.append(found.kept)
     assert by_row is not None
     own_columns = columns.total().T.contiguous() if plan.columns else by_row.new_empty((plan.width, 0))
@@ -113,7 +110,7 @@ def backward(
     """Return the gradients of x, y and scale. `wants_y` must be the same on all ranks."""
     in_bits = LogitStatistics(*(part * LOG2E for part in statistics))
     dx, dy = gradients_without_scale(x, y, scale, ids, plan, in_bits, grads, saved, wants_y)
-    dscale = sum_of_products(x, dx)
+    dscale = block_kernels(x, scale, None, y.shape[0], plan).sum_of_products(dx)
     return multiply_to(dx, scale, x.dtype), None if dy is None else multiply_to(dy, scale, y.dtype), dscale
 
 
@@ -137,8 +134,8 @@ def gradients_without_scale(
     kernels = block_kernels(x, scale, ids[0] if ids else None, y.shape[0], plan)
     column_logs_and_grads = []
     if plan.columns:
-        packed = torch.cat([in_bits.columns.T, grads.columns.T], 1)
-        column_logs_and_grads = [packed.to(kernels.vector_dtype)]
+        packed = x.new_empty((y.shape[0], 2 * plan.width), dtype=kernels.vector_dtype)
+        column_logs_and_grads = [torch.cat([in_bits.columns.T, grads.columns.T], 1, out=packed)]
     if saved.columns:
         columns: Columns = GatheredColumns(column_logs_and_grads, plan.sizes, plan.group, gathered=saved.columns)
     else:
@@ -168,31 +165,9 @@ def multiply_to(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, factor, out=out)
 
 
-def sum_of_products(x: Tensor, dx: Tensor) -> Tensor:
-    """The sum over all logits of slope times dot product, which equals the sum of x * dx: the gradient of the scale."""
-    wide = statistics_dtype(x.device)
-    step = tile_shape(None, x.device)[0] if x.device.type == "cpu" else max(x.shape[0], 1)
-    parts = [(x[part.slice] * dx[part.slice]).sum(1).sum(dtype=wide) for part in spans(x.shape[0], step)]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.stack(parts).sum() if parts else x.new_zeros((), dtype=wide)
-
-
 def _exchange(tensors: Sequence[Tensor], plan: TilePlan, kernels: BlockKernels) -> Columns:
     assert plan.sizes is not None
     return exchange_columns(tensors, plan.exchange, plan.sizes, kernels.dtype.itemsize, plan.group)
-
-
-def _combine(parts: Tensor, entries: int) -> Tensor:
-    """Join statistics, (parts, statistics, n): log-sum-exps first, then sums."""
-    if entries == parts.shape[1]:
-        return log_sum_exp2(parts)
-    return torch.cat([log_sum_exp2(parts[:, :entries]), parts[:, entries:].sum(0)])
-
-
-def _combine_columns(entries: int) -> Combine:
-    """Join the statistics of columns from several ranks, (ranks, n, statistics)."""
-    return lambda parts: _combine(parts.transpose(1, 2), entries).T
 
 
 class _LogitStatisticsFunction(torch.autograd.Function):
@@ -320,7 +295,7 @@ def _(
     plan = _decode(encoded, diagonals, (), None)
 
     def empty(*shape: int) -> Tensor:
-        return x.new_empty(shape, dtype=torch.float64)
+        return x.new_empty(shape, dtype=statistics_dtype(x.device))
 
     columns = empty(plan.width, y.shape[0] if plan.columns else 0)
     diagonal = empty(x.shape[0] if plan.diagonal else 0)

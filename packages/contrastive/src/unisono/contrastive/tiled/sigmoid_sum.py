@@ -18,7 +18,6 @@ from unisono.collectives.groups import GroupRanks, as_group, resolve_group
 from unisono.collectives.sizes import all_gather_metadata, metadata_lengths
 from unisono.contrastive.tiled.block_kernels import SigmoidBlock, block_kernels
 from unisono.contrastive.tiled.columns import exchange_columns
-from unisono.contrastive.tiled.logit_statistics import sum_of_products
 from unisono.contrastive.tiled.tiles import ColumnBlock, TilePlan, all_logits, statistics_dtype, without_autocast
 
 
@@ -123,7 +122,7 @@ def compute(
     if dx is None:
         return SumAndGradients(total, *(x.new_empty(0) for _ in range(5)))
     home = columns.total()
-    dscale = sum_of_products(x, dx)
+    dscale = kernels.sum_of_products(dx)
     dbias = _sum([block.dbias for block in blocks])
     dweights = x.new_empty(0) if weights is None else (_sum([block.row_losses for block in blocks]) + home[:, -1]) / 2
     dy = home[:, : y.shape[1]].mul_(scale).contiguous()
@@ -205,11 +204,11 @@ def _(
     grad: bool,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    scalar = x.new_empty((), dtype=torch.float64)
+    scalar = x.new_empty((), dtype=statistics_dtype(x.device))
     if not grad:
         return SumAndGradients(scalar, *(x.new_empty(0) for _ in range(5)))
     dtype = torch.promote_types(x.dtype, torch.float32)
-    dweights = x.new_empty(0) if weights is None else weights.new_empty(weights.shape, dtype=torch.float64)
+    dweights = x.new_empty(0) if weights is None else weights.new_empty(weights.shape, dtype=statistics_dtype(x.device))
     dx, dy = (t.new_empty(t.shape, dtype=dtype) for t in (x, y))
     return SumAndGradients(scalar, dx, dy, torch.empty_like(scalar), torch.empty_like(scalar), dweights)
 

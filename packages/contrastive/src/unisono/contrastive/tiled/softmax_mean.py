@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 from unisono.collectives import all_reduce, global_mean
 from unisono.collectives.functional.reduce import GradReduce
 from unisono.collectives.groups import resolve_group
-from unisono.contrastive.tiled.block_kernels import LOG2E
+from unisono.contrastive.tiled.block_kernels import block_kernels
 from unisono.contrastive.tiled.logit_statistics import (
     LogitStatistics,
     SavedForBackward,
@@ -24,7 +24,6 @@ from unisono.contrastive.tiled.logit_statistics import (
     multiply_to,
     one_by_one,
     statistics_of_all_logits,
-    sum_of_products,
 )
 from unisono.contrastive.tiled.tiles import TilePlan, logits_dtype, statistics_dtype
 from unisono.contrastive.validate import shared_scalar
@@ -47,15 +46,16 @@ class _SoftmaxMean(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, plan: TilePlan, grad_reduce: GradReduce) -> Tensor:
         assert plan.sizes is not None
         needs_grad = any(ctx.needs_input_grad[:3])
-        in_bits, saved = forward_in_bits(x, y, _scale_for(x, scale), None, plan, needs_grad)
-        rest = torch.cat([in_bits.rows, in_bits.columns]) if plan.columns else in_bits.rows
-        excess = (rest - in_bits.diagonal).mul_(1 / LOG2E)
-        count = rest.shape[0] * sum(plan.sizes)
-        loss = all_reduce(softplus(excess, threshold=50).sum(), group=plan.group)
+        factor = _scale_for(x, scale)
+        in_bits, saved = forward_in_bits(x, y, factor, None, plan, needs_grad)
+        kernels = block_kernels(x, factor, None, y.shape[0], plan)
+        columns = in_bits.columns if plan.columns else None
+        # The gradients of the sum of the losses: those of the mean are smaller by `count`.
+        total, *slopes = kernels.softmax_losses(in_bits.rows, columns, in_bits.diagonal, wants_slopes=needs_grad)
+        count = (1 + plan.columns) * sum(plan.sizes)
+        loss = all_reduce(total, group=plan.group)
         if needs_grad:
-            # The gradients of the sum of the losses: those of the mean are smaller by `count`.
-            slopes = torch.sigmoid(excess, out=excess.new_empty(excess.shape, dtype=_vector_dtype(x)))
-            ctx.save_for_backward(x, y, scale, *in_bits[:2], slopes, *saved.columns, *chain.from_iterable(saved.logits))
+            ctx.save_for_backward(x, y, scale, *in_bits[:2], *slopes, *saved.columns, *chain.from_iterable(saved.logits))
         ctx.saved_columns = len(saved.columns)
         ctx.kept = [len(tensors) for tensors in saved.logits]
         ctx.plan, ctx.grad_reduce, ctx.count = plan, grad_reduce, count
@@ -63,7 +63,7 @@ class _SoftmaxMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, scale, row_logs, column_logs, slopes, *rest = ctx.saved_tensors
+        x, y, scale, row_logs, column_logs, slopes, diagonal_slopes, *rest = ctx.saved_tensors
         plan: TilePlan = ctx.plan
         wants = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph=True: this backward will be differentiated itself
@@ -75,25 +75,24 @@ class _SoftmaxMean(torch.autograd.Function):
         kept = iter(rest[ctx.saved_columns :])
         saved = SavedForBackward(rest[: ctx.saved_columns], [list(islice(kept, number)) for number in ctx.kept])
         in_bits = LogitStatistics(row_logs, column_logs, slopes)
-        own_slopes = LogitStatistics(slopes[:1], slopes[1:], slopes.sum(0).neg_())
+        own_slopes = LogitStatistics(slopes[:1], slopes[1:], diagonal_slopes)
         factor = _scale_for(x, scale)
         dx, dy = gradients_without_scale(x, y, factor, None, plan, in_bits, own_slopes, saved, wants[1])
-        dscale = sum_of_products(x, dx) if wants[2] else None
+        # One message: the sum over ranks of the incoming gradients, and of the parts of scale's gradient.
+        parts = x.new_empty(1 + wants[2], dtype=statistics_dtype(x.device))
+        if wants[2]:
+            block_kernels(x, factor, None, y.shape[0], plan).sum_of_products(dx, out=parts[1])
         ranks = resolve_group(plan.group).size
         count = ctx.count * (ranks if ctx.grad_reduce == "sum" else 1)
         batched = torch._C._functorch.is_legacy_batchedtensor(grad)
 
         def gradients(grad: Tensor) -> tuple[Tensor | None, ...]:
-            # One message: the sum over ranks of the incoming gradients, and of the parts of scale's gradient.
-            message = x.new_empty(1 if dscale is None else 2, dtype=statistics_dtype(x.device))
-            torch.div(grad, count, out=message[0])
-            if dscale is not None:
-                message[1] = dscale
-            message = all_reduce(message, group=plan.group)
+            torch.div(grad, count, out=parts[0])
+            message = all_reduce(parts, group=plan.group)
             times = message[0] * factor
             dx_and_dy = ((dx if wants[0] else None, x), (dy, y))
             grads = [None if d is None else multiply_to(d.clone() if batched else d, times, t.dtype) for d, t in dx_and_dy]
-            if dscale is None:
+            if not wants[2]:
                 return *grads, None
             out = message.new_empty((), dtype=scale.dtype)
             return *grads, torch.div(message.prod(), ranks, out=out).to(scale.device)
@@ -101,13 +100,10 @@ class _SoftmaxMean(torch.autograd.Function):
         return *(one_by_one(gradients, [grad]) if batched else gradients(grad)), *(None,) * 2
 
 
-def _vector_dtype(x: Tensor) -> torch.dtype:
-    """As many digits as the logits have; on CPUs, where that costs nothing, those of the statistics."""
-    return statistics_dtype(x.device) if x.device.type == "cpu" else logits_dtype(x.dtype)
-
-
 def _scale_for(x: Tensor, scale: Tensor) -> Tensor:
-    return scale.detach().to(torch.promote_types(scale.dtype, _vector_dtype(x)))
+    """With as many digits as the logits have; on CPUs, where that costs nothing, with those of the statistics."""
+    dtype = statistics_dtype(x.device) if x.device.type == "cpu" else logits_dtype(x.dtype)
+    return scale.detach().to(torch.promote_types(scale.dtype, dtype))
 
 
 def _mean_of_all_logits(x: Tensor, y: Tensor, scale: Tensor, plan: TilePlan, grad_reduce: GradReduce) -> Tensor:

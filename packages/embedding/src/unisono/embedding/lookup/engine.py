@@ -117,7 +117,8 @@ class Prefetcher:
         self.ranks = engine.storage.ranks
         if self.ranks.size > 1:  # no other message may come between those of a look-up
             members = dist.get_process_group_ranks(process_group(self.ranks))
-            made = dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size())
+            alone = len(members) < dist.get_world_size()
+            made = dist.new_group(members, use_local_synchronization=alone, group_desc="unisono: prefetched look-ups")
             assert isinstance(made, ProcessGroup)
             self.ranks = resolve_group(made)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="unisono-prefetch")

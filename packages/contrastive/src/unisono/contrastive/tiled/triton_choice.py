@@ -1,0 +1,128 @@
+"""Whether the Triton kernels compute the tiles: on CUDA where Triton imports, after they have agreed with the torch tiles once.
+
+The first use of a device, a dtype and a precision computes a small batch with both, which compiles the kernels and makes the
+host wait. If the results differ, or if the kernels do not compile, a warning says so, and the torch tiles compute everything
+from then on. UNISONO_TRITON=0 in the environment asks for the torch tiles; it is read at every call. Ranks need not choose
+alike: both kinds of tiles exchange the same messages.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from unisono.contrastive.tiled.block_kernels import BlockKernels, LogsAndGrads
+from unisono.contrastive.tiled.device_tiles import DeviceTiles
+from unisono.contrastive.tiled.tiles import ColumnBlock, LogSumExp, TilePlan
+
+if TYPE_CHECKING:
+    from unisono.contrastive.tiled.triton_tiles import TritonTiles
+
+SWITCH = "UNISONO_TRITON"
+_agreed: dict[tuple[torch.device, torch.dtype, str, str], bool] = {}
+
+
+def triton_tiles(device: torch.device, dtype: torch.dtype, plan: TilePlan, fake: bool) -> type[TritonTiles] | None:
+    """Return the class of the Triton tiles if it may compute `plan` with features of `dtype`; None asks for the torch tiles.
+
+    `fake`: the features are fake tensors, with which nothing can be compared.
+    """
+    if os.environ.get(SWITCH) == "0" or not _imports():
+        return None
+    from unisono.contrastive.tiled.triton_tiles import DTYPES, MOST_DIAGONALS, TritonTiles
+
+    if dtype not in DTYPES or len(plan.excluded_diagonals) > MOST_DIAGONALS:
+        return None
+    if not fake:
+        key = device, dtype, plan.precision, torch.get_float32_matmul_precision() if dtype == torch.float32 else ""
+        if key not in _agreed:
+            if torch.cuda.is_current_stream_capturing():  # neither a wait nor a compiler can be in a CUDA graph
+                return None
+            _agreed[key] = _agree(TritonTiles, device, dtype, plan)
+        if not _agreed[key]:
+            return None
+    return TritonTiles
+
+
+@cache
+def _imports() -> bool:
+    if find_spec("triton") is None:
+        return False
+    try:
+        import triton  # type: ignore[import-untyped]  # noqa: F401
+    except Exception as error:
+        warnings.warn(f"unisono.contrastive: torch computes the tiles, because Triton does not import: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def _agree(kernels: type[BlockKernels], device: torch.device, dtype: torch.dtype, plan: TilePlan) -> bool:
+    """Compare with the torch tiles; warn if the results differ."""
+    problem = ""
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            problem = largest_difference(kernels, device, dtype, plan)
+    except Exception as error:  # whatever a compiler or a driver may say
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        warnings.warn(
+            f"unisono.contrastive: torch computes the tiles of {dtype} on {device}, which is slower and takes more memory. The "
+            f"Triton kernels gave: {problem}. {SWITCH}=0 chooses the torch tiles without this test.",
+            stacklevel=2,
+        )
+    return not problem
+
+
+def largest_difference(kernels: type[BlockKernels], device: torch.device, dtype: torch.dtype, plan: TilePlan) -> str:
+    """Compute a small batch with `kernels` and with the torch tiles. Describe the first result that differs, if any does."""
+    found, expected = (_results(each, device, dtype, plan.precision) for each in (kernels, DeviceTiles))
+    rounded = dtype == torch.float32 and (plan.precision == "fast" or torch.get_float32_matmul_precision() != "highest")
+    bits = 7 if rounded else {"fast": 6, "exact": 11}[plan.precision]  # 16-bit slopes of "fast" may be rounded either way
+    for name, truth in expected.items():
+        finite = truth.isfinite()
+        difference = torch.where(finite, (found[name] - truth).abs(), 0).amax()
+        size = torch.where(finite, truth.abs(), 0).amax()
+        if not bool(found[name].isfinite().eq(finite).all()) or not bool(difference <= size * 2.0**-bits):
+            return f"{name} differs by {float(difference):.3g} of {float(size):.3g}"
+    return ""
+
+
+def _results(kind: type[BlockKernels], device: torch.device, dtype: torch.dtype, precision: str) -> dict[str, Tensor]:
+    """All that the kernels give for 150 rows and 280 columns, 150 of which are this rank's own."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    columns = torch.nn.functional.normalize(torch.randn(280, 72, generator=generator, device="cpu")).to(device, dtype)
+    x = torch.roll(columns, 1, 0)[:150].contiguous()
+    ids = torch.randint(40, (280,), generator=generator, device="cpu").to(device)
+    scale = torch.tensor(5.0, device=device)
+    plan = TilePlan(
+        (LogSumExp(1.5, "other"), LogSumExp(1.0, "all")),
+        same_id_sums=True,
+        sizes=(280,),
+        precision=precision,  # type: ignore[arg-type]
+    )
+    block = ColumnBlock(columns, ids, 128)
+    kernels = kind(x, scale, ids[128:278], 150, plan)
+    found = kernels.statistics(block, keep=False)
+    assert found.columns is not None and found.diagonal is not None
+    results = {"a log-sum-exp of rows": found.rows, "a log-sum-exp of columns": found.columns, "a logit": found.diagonal}
+    results["a sum over ranks"] = kernels.join_ranks(torch.stack([found.columns.T, found.columns.T / 2]))
+    plain = kind(x, scale, None, 150, TilePlan(sizes=(280,)))
+    losses = plain.softmax_losses(found.rows[1:2], found.columns[1:2, 128:278], found.diagonal, wants_slopes=True)
+    results["a loss"], results["a slope"], results["a slope of the diagonal"] = losses
+    dx, dy = (each.new_zeros(each.shape, dtype=torch.float32) for each in (x, columns))
+    grads = [torch.linspace(-1, 2, each[:3].numel(), device=device).view(3, -1) for each in (found.rows, found.columns)]
+    grads = [torch.cat([each, each[:1]]) for each in grads]
+    by_row, by_column = map(LogsAndGrads, (found.rows, found.columns), grads)
+    kernels.gradients(block, by_row, by_column, grads[0][1], kept=(), dx=dx, accumulate=True, dy=dy)
+    results |= {"the gradient of x": dx.clone(), "the gradient of y": dy.clone(), "a sum": kernels.sum_of_products(dx)}
+    weights = torch.linspace(0.5, 2, 150, device=device), torch.linspace(0.5, 2, 280, device=device)
+    sigmoid = kernels.sigmoid(block, -scale, weights, masked=False, dx=dx, accumulate=False, dy=dy)
+    names = ("the sum of the sigmoid losses", "the gradient of the bias", "the losses of rows", "the losses of columns")
+    results |= {name: each for name, each in zip(names, sigmoid, strict=True) if each is not None}
+    return results | {"the sigmoid gradient of x": dx, "the sigmoid gradient of y": dy}
