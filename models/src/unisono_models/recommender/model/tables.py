@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.embedding import SGD, Adagrad, Adam, EmbeddingCollection, IdMap, Ragged, RowwiseAdagrad, Table
+from unisono.embedding import SGD, Adagrad, Adam, EmbeddingCollection, IdMap, IdMapCollection, RowwiseAdagrad, Table
 from unisono.embedding.optimizers import Rule
 from unisono_models.recommender.config import DataConfig, TablesConfig
 from unisono_models.recommender.data.batch import Ids
@@ -59,7 +59,7 @@ class EmbeddingTables(nn.Module):
             rows.normal_(0, init, generator=random)
 
         self.features = tuple(features)
-        self.maps = nn.ModuleDict({f"map_{f.name}": _make_id_map(f.rows, data, device) for f in features if mapped})
+        self.maps = _make_id_maps(features, data, device) if mapped else None
         self.collection = EmbeddingCollection(
             [
                 Table(
@@ -89,15 +89,15 @@ class EmbeddingTables(nn.Module):
             ids: The ids of all features, or of some of them.
             frozen: Change nothing: the tables get no gradient, and new ids no rows.
         """
-        if self.maps:
-            ids = {name: self._map_ids(name, x, frozen) for name, x in ids.items()}
+        if self.maps is not None:
+            ids = self._map_ids(self.maps, ids, frozen)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
             found: dict[str, Any] = self.collection({**self._empty_ids(ids), **ids})
         return {name: found[name] for name in ids}
 
     def prefetch(self, ids: Mapping[str, Ids]) -> None:
         """Begin to look up the next batch. Mapped ids do not know their rows yet, so nothing is done for them."""
-        if not self.maps:
+        if self.maps is None:
             self.collection.prefetch(ids)
 
     def _empty_ids(self, ids: Mapping[str, Ids]) -> dict[str, Ids]:
@@ -105,17 +105,18 @@ class EmbeddingTables(nn.Module):
         device = self.collection.weight(f"table_{self.features[0].name}").device
         return {f.name: torch.empty(0, dtype=torch.int64, device=device) for f in self.features if f.name not in ids}
 
-    def _map_ids(self, name: str, ids: Ids, frozen: bool) -> Ids:
-        id_map = self.maps[f"map_{name}"]
-        assert isinstance(id_map, IdMap)
-        id_map.train(self.training and not frozen)
-        rows: Tensor = id_map(ids.values if isinstance(ids, Ragged) else ids)
-        if id_map.reassigned.numel():
-            self.collection.reset_rows(f"table_{name}", id_map.reassigned)
-        return ids._replace(values=rows) if isinstance(ids, Ragged) else rows
+    def _map_ids(self, maps: IdMapCollection, ids: Mapping[str, Ids], frozen: bool) -> dict[str, Ids]:
+        """The rows of ids. Rows that go to other ids are reset."""
+        maps.train(self.training and not frozen)
+        rows: dict[str, Ids] = maps(ids)
+        for name in ids:
+            reassigned = maps.reassigned[maps.features[name]]
+            if reassigned.numel():
+                self.collection.reset_rows(f"table_{name}", reassigned)
+        return rows
 
 
-def _make_id_map(rows: int, data: DataConfig, device: torch.device | None) -> IdMap:
+def _make_id_maps(features: Sequence[Feature], data: DataConfig, device: torch.device | None) -> IdMapCollection:
     eviction = None if data.eviction == "none" else data.eviction
-    shards = max(1, min(64, rows // 4096))  # a shard may be full while others have room, so a small map has one
-    return IdMap(rows, threshold=data.seen, eviction=eviction, shards=shards, device=device)
+    maps = {f"map_{f.name}": IdMap(f.rows, threshold=data.seen, eviction=eviction, device=device) for f in features}
+    return IdMapCollection(maps, {f.name: f"map_{f.name}" for f in features})

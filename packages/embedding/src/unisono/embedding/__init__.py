@@ -3,7 +3,7 @@
 from unisono.embedding.clip_grad import clip_grad_norm_
 from unisono.embedding.collection import EmbeddingCollection
 from unisono.embedding.hashing import hash_strings
-from unisono.embedding.id_map import IdMap
+from unisono.embedding.id_map import IdMap, IdMapCollection
 from unisono.embedding.lookup.input_dist import IdOutOfRange, UnknownFeature
 from unisono.embedding.modules import ShardedEmbedding, ShardedEmbeddingBag
 from unisono.embedding.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad
@@ -20,6 +20,7 @@ __all__ = [
     "EmbeddingCollection",
     "FusedOptimizer",
     "IdMap",
+    "IdMapCollection",
     "IdOutOfRange",
     "Layout",
     "Plan",
