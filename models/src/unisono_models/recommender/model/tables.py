@@ -6,7 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.embedding import SGD, Adagrad, Adam, EmbeddingCollection, IdMap, IdMapCollection, RowwiseAdagrad, Table
+from unisono.embedding import (
+    SGD,
+    Adagrad,
+    Adam,
+    EmbeddingCollection,
+    IdMap,
+    IdMapCollection,
+    InferenceCollection,
+    Ragged,
+    RowwiseAdagrad,
+    Table,
+    quantize,
+    unshard,
+)
+from unisono.embedding.inference import Bits, InferenceIdMaps
 from unisono.embedding.optimizers import Rule
 from unisono_models.recommender.config import DataConfig, TablesConfig
 from unisono_models.recommender.data.batch import Ids
@@ -59,7 +73,8 @@ class EmbeddingTables(nn.Module):
             rows.normal_(0, init, generator=random)
 
         self.features = tuple(features)
-        self.maps = _make_id_maps(features, data, device) if mapped else None
+        self.maps: IdMapCollection | InferenceIdMaps | None = _make_id_maps(features, data, device) if mapped else None
+        self.inference: InferenceCollection | None = None  # instead of `collection`
         self.collection = EmbeddingCollection(
             [
                 Table(
@@ -90,9 +105,10 @@ class EmbeddingTables(nn.Module):
             frozen: Change nothing: the tables get no gradient, and new ids no rows.
         """
         if self.maps is not None:
-            ids = self._map_ids(self.maps, ids, frozen)
+            ids = self._map_ids(ids, frozen)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-            found: dict[str, Any] = self.collection({**self._empty_ids(ids), **ids})
+            collection = self.collection if self.inference is None else self.inference
+            found: dict[str, Any] = collection({**self._empty_ids(ids), **ids})
         return {name: found[name] for name in ids}
 
     def prefetch(self, ids: Mapping[str, Ids]) -> None:
@@ -102,17 +118,30 @@ class EmbeddingTables(nn.Module):
 
     def _empty_ids(self, ids: Mapping[str, Ids]) -> dict[str, Ids]:
         """No ids for the features that are not looked up: the collection needs all of them."""
-        device = self.collection.weight(f"table_{self.features[0].name}").device
-        return {f.name: torch.empty(0, dtype=torch.int64, device=device) for f in self.features if f.name not in ids}
+        first = next(iter(ids.values()))
+        none = (first.values if isinstance(first, Ragged) else first).new_empty(0)
+        return {f.name: none for f in self.features if f.name not in ids}
 
-    def _map_ids(self, maps: IdMapCollection, ids: Mapping[str, Ids], frozen: bool) -> dict[str, Ids]:
+    def convert_for_inference(self, bits: Bits | None) -> None:
+        """Replace the sharded tables and maps by copies for one process; rows are quantized to `bits`, unless it is None.
+
+        All ranks call, once.
+        """
+        self.inference = unshard(self.collection) if bits is None else quantize(self.collection, bits)
+        del self.collection
+        if isinstance(self.maps, IdMapCollection):
+            self.maps = unshard(self.maps)
+
+    def _map_ids(self, ids: Mapping[str, Ids], frozen: bool) -> dict[str, Ids]:
         """The rows of ids. Rows that go to other ids are reset."""
-        maps.train(self.training and not frozen)
-        rows: dict[str, Ids] = maps(ids)
-        for name in ids:
-            reassigned = maps.reassigned[maps.features[name]]
-            if reassigned.numel():
-                self.collection.reset_rows(f"table_{name}", reassigned)
+        assert self.maps is not None
+        self.maps.train(self.training and not frozen)
+        rows: dict[str, Ids] = self.maps(ids)
+        if isinstance(self.maps, IdMapCollection):
+            for name in ids:
+                reassigned = self.maps.reassigned[self.maps.features[name]]
+                if reassigned.numel():
+                    self.collection.reset_rows(f"table_{name}", reassigned)
         return rows
 
 

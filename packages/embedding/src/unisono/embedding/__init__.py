@@ -4,6 +4,7 @@ from unisono.embedding.clip_grad import clip_grad_norm_
 from unisono.embedding.collection import EmbeddingCollection
 from unisono.embedding.hashing import hash_strings
 from unisono.embedding.id_map import IdMap, IdMapCollection
+from unisono.embedding.inference import InferenceCollection, quantize, unshard
 from unisono.embedding.lookup.input_dist import IdOutOfRange, UnknownFeature
 from unisono.embedding.modules import ShardedEmbedding, ShardedEmbeddingBag
 from unisono.embedding.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad
@@ -22,6 +23,7 @@ __all__ = [
     "IdMap",
     "IdMapCollection",
     "IdOutOfRange",
+    "InferenceCollection",
     "Layout",
     "Plan",
     "Ragged",
@@ -34,5 +36,7 @@ __all__ = [
     "exclude_from_ddp",
     "hash_strings",
     "plan_tables",
+    "quantize",
     "sharded_parameters",
+    "unshard",
 ]

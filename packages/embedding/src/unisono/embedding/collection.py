@@ -70,15 +70,7 @@ class EmbeddingCollection(EngineModule):
         super().__init__()
         function = type(self).__name__
         ranks = resolve_group(group)
-        tables_of: dict[str, list[str]] = {}
-        for table in tables:
-            for feature in table.features:
-                tables_of.setdefault(feature, []).append(table.name)
-        # The outputs of each feature: one of its name, or one for each table that it looks into, as TorchRec names them.
-        self._outputs = {
-            feature: (feature,) if len(names) == 1 else tuple(f"{feature}@{name}" for name in names)
-            for feature, names in tables_of.items()
-        }
+        self._outputs = outputs_of(tables)
         outputs = [output for found in self._outputs.values() for output in found]
         if len({table.name for table in tables}) < len(tables) or len(set(outputs)) < len(outputs):
             names = [table.name for table in tables]
@@ -183,6 +175,18 @@ class EmbeddingCollection(EngineModule):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prefetcher": None}  # a copy prefetches for itself
+
+
+def outputs_of(tables: Sequence[Table]) -> dict[str, tuple[str, ...]]:
+    """The outputs of each feature: one of its name, or one for each table that it looks into, as TorchRec names them."""
+    tables_of: dict[str, list[str]] = {}
+    for table in tables:
+        for feature in table.features:
+            tables_of.setdefault(feature, []).append(table.name)
+    return {
+        feature: (feature,) if len(names) == 1 else tuple(f"{feature}@{name}" for name in names)
+        for feature, names in tables_of.items()
+    }
 
 
 def _name_outputs(table: Table, outputs: Mapping[str, tuple[str, ...]]) -> Table:
