@@ -2,6 +2,7 @@
 
 from unisono.embedding.clip_grad import clip_grad_norm_
 from unisono.embedding.collection import EmbeddingCollection
+from unisono.embedding.grad_scaler import GradScaler
 from unisono.embedding.hashing import hash_strings
 from unisono.embedding.id_map import IdMap, IdMapCollection
 from unisono.embedding.inference import InferenceCollection, quantize, unshard
@@ -13,6 +14,7 @@ from unisono.embedding.planner import Plan, plan_tables
 from unisono.embedding.ragged import Ragged
 from unisono.embedding.sharding.layouts import Layout
 from unisono.embedding.table import Table
+from unisono.embedding.table_optimizer import TableOptimizer
 
 __all__ = [
     "SGD",
@@ -20,6 +22,7 @@ __all__ = [
     "Adam",
     "EmbeddingCollection",
     "FusedOptimizer",
+    "GradScaler",
     "IdMap",
     "IdMapCollection",
     "IdOutOfRange",
@@ -31,6 +34,7 @@ __all__ = [
     "ShardedEmbedding",
     "ShardedEmbeddingBag",
     "Table",
+    "TableOptimizer",
     "UnknownFeature",
     "clip_grad_norm_",
     "exclude_from_ddp",

@@ -147,7 +147,7 @@ class EmbeddingCollection(EngineModule):
         module = self._table("reset_rows", table)
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < module.table.rows:
             raise IndexError(f"reset_rows: rows {int(rows.min())} to {int(rows.max())}: {table!r} has {module.table.rows}")
-        box, rule = module.box, self.engine.storage.rule
+        box, rule = module.box, module.rule or self.engine.storage.rule
         rows = rows.to(torch.int64)  # a box may begin beyond 2^31
         own = rows[(rows >= box.row) & (rows < box.row_end)].to(module.local.device) - box.row
         first_states = rule.states(module.local[:1]) if rule is not None and module.local.numel() else {}

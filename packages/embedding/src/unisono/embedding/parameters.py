@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +18,9 @@ from unisono.collectives import all_gather
 from unisono.collectives.groups import GroupRanks, as_group, is_fake_group, mark_as_sharded, process_group
 from unisono.embedding.sharding.layouts import Box, Layout
 from unisono.embedding.table import Table
+
+if TYPE_CHECKING:
+    from unisono.embedding.optimizers import Rule
 
 # Meshes by process group, device type and order of ranks: a new mesh makes groups, which all their ranks have to do together.
 _meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
@@ -95,6 +98,7 @@ class ShardedTable(nn.Module):
         self.ranks = ranks
         self.plain = plain  # `weight` is never a DTensor
         self.states: dict[str, Tensor] = {}
+        self.rule: Rule | None = None  # of a TableOptimizer, whose state is in `states`
 
     def __getattr__(self, name: str) -> Any:
         """Find states by their name, too: torch's checkpoint tools look up what state_dict lists."""
