@@ -228,7 +228,7 @@ class IdMapCollection(nn.Module):
         >>> maps = IdMapCollection({"user": IdMap(100), "word": IdMap(50)}, features={"user": "user", "title": "word"})
         >>> rows = maps({"user": torch.tensor([7, 10**18]), "title": Ragged.from_lists([[3, 4], [3]])})
         >>> rows["user"], rows["title"].values
-        (tensor([1, 2]), tensor([2, 1, 2]))
+        (tensor([1, 2]), tensor([1, 2, 1]))
     """
 
     def __init__(self, maps: Mapping[str, IdMap], features: Mapping[str, str] | None = None) -> None:
@@ -379,9 +379,9 @@ def _pack(slots: IdSlots, mine: DistinctIds, world_size: int, *, with_counts: bo
     counts = (mine.maps * world_size + slots.owners(mine, world_size)).bincount(minlength=maps * world_size)
     counts = counts.view(maps, world_size)
     order = _transpose_parts(counts)
-    content = mine.ids[order].unsqueeze(1)
+    content = mine.ids.index_select(0, order).unsqueeze(1)
     if with_counts:
-        content = torch.stack((content.squeeze(1), mine.counts[order]), 1)
+        content = torch.stack((content.squeeze(1), mine.counts.index_select(0, order)), 1)
     head = -(-maps // content.shape[1])
     sent = counts.sum(0).tolist()
     heads = torch.zeros((world_size, head * content.shape[1]), dtype=torch.int64, device=device)

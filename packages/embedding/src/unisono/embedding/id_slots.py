@@ -129,7 +129,8 @@ class IdSlots:
     def owners(self, batch: DistinctIds, world_size: int) -> Tensor:
         """The rank that stores each id."""
         sizes = torch.tensor([chunk_size(m.shards, world_size) for m in self.maps], device=batch.ids.device)
-        return _divide_range(batch.hashes, self._constant().shards[batch.maps]) // sizes[batch.maps]
+        shards = _divide_range(batch.hashes, self._constant().shards.index_select(0, batch.maps))
+        return shards // sizes.index_select(0, batch.maps)
 
     def look_up(self, batch: DistinctIds) -> Tensor:
         """The rows of ids that belong to these shards; 0 for ids that have none."""
@@ -143,22 +144,25 @@ class IdSlots:
         constant = self._constant()
         _, counts, calls, rows = self._stored.values()
         slots = self._index().find(batch.hashes, batch.maps)
-        counted = torch.tensor(training, device=slots.device)[batch.maps]
+        counted = torch.tensor(training, device=slots.device).index_select(0, batch.maps)
         known = ((slots >= 0) & counted).nonzero().squeeze(1)
         held = slots.index_select(0, known)
         counts.index_add_(0, held, batch.counts.index_select(0, known))
         now = torch.tensor(self.calls, device=slots.device)
-        calls.index_copy_(0, held, now[batch.maps.index_select(0, known)])
+        calls.index_copy_(0, held, now.index_select(0, batch.maps.index_select(0, known)))
         batch = batch._replace(counts=batch.counts.index_copy(0, known, counts.index_select(0, held)))
 
         new = (counted & (self._rows_of(slots) == 0)).nonzero().squeeze(1)
-        ready = new[batch.counts[new] >= constant.threshold[batch.maps[new]]]
+        thresholds = constant.threshold.index_select(0, batch.maps.index_select(0, new))
+        ready = new[batch.counts.index_select(0, new) >= thresholds]
         queue = self._queue(batch, ready)
         grants = self._grant(gather(queue.wanted).index_select(0, constant.gathered_order))
         granted, first_slot, first_row = (x[constant.own_shards] for x in grants[:3])
-        targets = torch.where(queue.turn < granted[queue.shard], (constant.starts + first_slot)[queue.shard] + queue.turn, -1)
+        first_slots = (constant.starts + first_slot).index_select(0, queue.shard)
+        targets = torch.where(queue.turn < granted.index_select(0, queue.shard), first_slots + queue.turn, -1)
         fresh = (targets >= 0).nonzero().squeeze(1)
-        rows.index_copy_(0, targets[fresh], first_row[queue.shard[fresh]] + queue.turn[fresh])
+        fresh_rows = first_row.index_select(0, queue.shard) + queue.turn
+        rows.index_copy_(0, targets.index_select(0, fresh), fresh_rows.index_select(0, fresh))
         for k in grants.short:
             area = range(self.maps[k].row_slots)
             self._give_up(k, area, queue._replace(turn=queue.turn - granted[queue.shard]), first_slot, targets)
@@ -176,14 +180,17 @@ class IdSlots:
 
     def _queue(self, batch: DistinctIds, which: Tensor) -> _Queue:
         """Let `which` of the ids queue up in their shards: the higher count comes first, then the smaller id."""
-        which = which[batch.ids[which].argsort()]
-        which = which[batch.counts[which].argsort(descending=True, stable=True)]
-        constant, maps = self._constant(), batch.maps[which]
-        shard = _divide_range(batch.hashes[which], constant.shards[maps]) + constant.first_shard[maps]
-        shard, order = shard.sort(stable=True)
+        constant = self._constant()
+        which = which.index_select(0, batch.ids.index_select(0, which).argsort())
+        maps, hashes, counts = (x.index_select(0, which) for x in (batch.maps, batch.hashes, batch.counts))
+        shard = _divide_range(hashes, constant.shards.index_select(0, maps)) + constant.first_shard.index_select(0, maps)
         wanted = shard.bincount(minlength=len(constant.starts))
-        turn = torch.arange(which.numel(), device=which.device) - (wanted.cumsum(0) - wanted)[shard]
-        return _Queue(which[order], shard, turn, wanted)
+        most = counts.max() if counts.numel() else 0
+        order = (shard * (most + 1) + (most - counts)).argsort(stable=True)
+        shard = shard.index_select(0, order)
+        earlier = (wanted.cumsum(0) - wanted).index_select(0, shard)
+        turn = torch.arange(which.numel(), device=which.device) - earlier
+        return _Queue(which.index_select(0, order), shard, turn, wanted)
 
     def _grant(self, wanted: Tensor) -> _Grants:
         """Share out the free rows of each map among its shards, given how many each of all shards wants. Takes them."""
@@ -227,25 +234,25 @@ class IdSlots:
     def _put(self, batch: DistinctIds, which: Tensor, targets: Tensor, slots: Tensor, now: Tensor) -> Tensor:
         """Store `which` of the ids in the slots `targets`, unless these are -1. Returns the slots that had another id."""
         served = (targets >= 0).nonzero().squeeze(1)
-        which, targets = which[served], targets[served]
+        which, targets = which.index_select(0, served), targets.index_select(0, served)
         if not which.numel():
             return which
         ids, counts, calls, _ = self._stored.values()
-        maps, table, constant = batch.maps[which], self._index(), self._constant()
-        left = slots[which]
+        maps, table, constant = batch.maps.index_select(0, which), self._index(), self._constant()
+        left = slots.index_select(0, which)
         left = left[left >= 0]  # by candidates that move to their rows
-        evicted = targets[calls[targets] > 0]
+        evicted = targets[calls.index_select(0, targets) > 0]
         gone = torch.cat([left, evicted])
         if gone.numel():
             shard = torch.searchsorted(constant.starts, gone, right=True) - 1
             table.remove(splitmix64(ids[gone]), constant.map_of_shard[shard])
             for x in (ids, counts, calls):
                 x.index_fill_(0, left, 0)
-        ids.index_copy_(0, targets, batch.ids[which])
-        counts.index_copy_(0, targets, batch.counts[which])
-        calls.index_copy_(0, targets, now[maps])
-        table.insert(batch.hashes[which], maps, targets)
-        slots[which] = targets
+        ids.index_copy_(0, targets, batch.ids.index_select(0, which))
+        counts.index_copy_(0, targets, batch.counts.index_select(0, which))
+        calls.index_copy_(0, targets, now.index_select(0, maps))
+        table.insert(batch.hashes.index_select(0, which), maps, targets)
+        slots.index_copy_(0, which, targets)
         return evicted
 
     def _rows_of(self, slots: Tensor) -> Tensor:
@@ -470,16 +477,16 @@ class _HashTable:
         if bool((self._used + added > self._sizes * 3 // 4).any()):
             self._sweep()
         self._used += added
-        slots, cells, ends = slots.to(self._slots.dtype), self._home(hashes, maps), self._ends[maps]
-        sizes = self._sizes[maps]
+        slots, cells = slots.to(self._slots.dtype), self._home(hashes, maps)
         while hashes.numel():
-            free = self._slots.index_select(0, cells) < 0
-            self._slots.index_copy_(0, cells[free], slots[free])  # if several want a cell, one gets it
+            free = (self._slots.index_select(0, cells) < 0).nonzero().squeeze(1)
+            self._slots.index_copy_(0, cells.index_select(0, free), slots.index_select(0, free))  # of several, one gets a cell
             won = self._slots.index_select(0, cells) == slots
-            self._hashes.index_copy_(0, cells[won], hashes[won])
+            placed = won.nonzero().squeeze(1)
+            self._hashes.index_copy_(0, cells.index_select(0, placed), hashes.index_select(0, placed))
             lost = (~won).nonzero().squeeze(1)
-            hashes, slots, cells, ends, sizes = (x.index_select(0, lost) for x in (hashes, slots, cells, ends, sizes))
-            cells = _next_cells(cells, ends, sizes)
+            hashes, slots, cells, maps = (x.index_select(0, lost) for x in (hashes, slots, cells, maps))
+            cells = self._next(cells, maps)
 
     def remove(self, hashes: Tensor, maps: Tensor) -> None:
         """Remove hashes that are in the table."""
@@ -495,11 +502,16 @@ class _HashTable:
             found.index_copy_(0, searched, cells.where(hit, -1))
             left = ((slots != _EMPTY) & ~hit).nonzero().squeeze(1)
             hashes, cells, searched, maps = (x.index_select(0, left) for x in (hashes, cells, searched, maps))
-            cells = _next_cells(cells, self._ends[maps], self._sizes[maps])
+            cells = self._next(cells, maps)
         return found
 
     def _home(self, hashes: Tensor, maps: Tensor) -> Tensor:
-        return _divide_range(hashes, self._all_cells[maps]).add_(self._shift[maps])
+        return _divide_range(hashes, self._all_cells.index_select(0, maps)).add_(self._shift.index_select(0, maps))
+
+    def _next(self, cells: Tensor, maps: Tensor) -> Tensor:
+        """The cell after each, or the first one of its map after the last one."""
+        cells = cells + 1
+        return cells - self._sizes.index_select(0, maps).where(cells == self._ends.index_select(0, maps), 0)
 
     def _sweep(self) -> None:
         """Make removed cells empty again: fill the table anew."""
@@ -508,9 +520,3 @@ class _HashTable:
         self._slots.fill_(_EMPTY)
         self._used.zero_()
         self.insert(hashes, torch.searchsorted(self._ends, live, right=True), slots)
-
-
-def _next_cells(cells: Tensor, ends: Tensor, sizes: Tensor) -> Tensor:
-    """The cell after each, or the first one of its map after the last one."""
-    cells = cells + 1
-    return cells - sizes.where(cells == ends, 0)
