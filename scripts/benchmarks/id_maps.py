@@ -81,8 +81,8 @@ class IdMaps(Benchmark):
         return [Section("A step", columns, rows, label=lambda m: f"{m.case}: {m.contender}")]
 
     def targets(self, results: Results) -> list[Target]:
-        worst = max((m.cpu_ms, m.case) for m in results.by(TOGETHER) if m.case != CASES[-1].name)
-        text = f"CPU time of a rank, without eviction: ≤ {LIMIT:.0f} ms"
+        worst = max((m.cpu_ms, m.case) for m in results.by(TOGETHER) if m.case in (CASES[0].name, CASES[1].name))
+        text = f"CPU time of a rank, with neither threshold nor eviction: ≤ {LIMIT:.0f} ms"
         return [Target(text, worst[0], worst[0] <= LIMIT, worst[1], "{:.1f} ms")]
 
 
