@@ -61,26 +61,48 @@ def examples() -> list[tuple[str, str]]:
     return [(f"{path.relative_to(ROOT)}#{k}", code) for path in READMES for k, code in enumerate(blocks(path))]
 
 
-@pytest.mark.parametrize(("name", "code"), examples(), ids=[name for name, _ in examples()])
-def test_readme_example_runs(name, code, tmp_path):
+EXAMPLES = dict(examples())
+SCRIPTS = [name for name, code in EXAMPLES.items() if "def test_" not in code]
+RANKS = ("alone", "0", "1", "2")
+
+
+@pytest.fixture(scope="module")
+def folder_of_runs(tmp_path_factory):
+    """Every script has run alone, and on three ranks by torchrun; run_examples.py says what it leaves in this folder."""
+    folder = tmp_path_factory.mktemp("examples")
+    scripts = [folder / f"{number}.py" for number in range(len(SCRIPTS))]
+    for script, name in zip(scripts, SCRIPTS, strict=True):
+        script.write_text(EXAMPLES[name])
+    runner = [str(Path(__file__).with_name("run_examples.py")), *map(str, scripts)]
+    for torchrun in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]):
+        run_python(*torchrun, *runner, folder=folder)
+    return folder
+
+
+def run_python(*arguments: str, folder: Path) -> None:
+    command, environment = [sys.executable, *arguments], os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_readme_example_runs(name, folder_of_runs):
     """Alone, and on three ranks by torchrun: the same script, and the same losses and gradients if it prints some."""
-    script = tmp_path / "example.py"
-    script.write_text(code)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    if "def test_" in code:
-        commands = [["-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)]]
-    else:
-        commands = [[str(script)], [*runner, str(script)]]
     printed = []
-    for command in commands:
-        result = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-        printed += re.findall(r"loss -?\d+\.\d{5}, gradient -?\d+\.\d{5}", result.stdout)
+    for rank in RANKS:
+        start = folder_of_runs / f"{SCRIPTS.index(name)}.py.{rank}"
+        output = start.with_name(f"{start.name}.txt").read_text()
+        assert start.with_name(f"{start.name}.status").read_text() == "0", f"rank {rank}:\n{output}"
+        printed += re.findall(r"loss -?\d+\.\d{5}, gradient -?\d+\.\d{5}", output)
     assert len(set(printed)) <= 1, printed
-    assert len(printed) in (0, 4)
+    assert len(printed) in (0, len(RANKS))
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - set(SCRIPTS)))
+def test_readme_test_passes(name, tmp_path):
+    """Examples of tests, which start ranks of their own."""
+    (tmp_path / "test_example.py").write_text(EXAMPLES[name])
+    run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_example.py", folder=tmp_path)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS])
