@@ -87,7 +87,8 @@ def test_ledger_time_by_phase_shows_its_constants() -> None:
     assert time.total.compute == pytest.approx(3 * 2 * 64**3 / 50e12)
     assert 0 < time.lower_bound <= time.estimate
     text = str(time)
-    assert "model" in text and "50 of 67 TFLOP/s" in text and "2.6 of 3.35 TB/s" in text and "launch 5" in text
+    assert "model of H100 SXM" in text and "TFLOP/s: float64 50 of 67, float32 50 of 67" in text
+    assert "TB/s: memory bandwidth 2.6 of 3.35" in text and "microseconds: launch 5," in text
     tf32 = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
@@ -103,6 +104,15 @@ def test_sustained_rates_are_below_the_datasheet(hardware: Hardware) -> None:
     assert all(rate < hardware.peak_flops[name] for name, rate in hardware.flops.items())
     assert hardware.memory_bandwidth < hardware.peak_memory_bandwidth
     assert hardware.link_bandwidth < hardware.peak_link_bandwidth
+
+
+@pytest.mark.parametrize("hardware", [H100_SXM, A100_SXM], ids=lambda hardware: hardware.name)
+def test_each_constant_can_be_replaced_in_the_unit_that_is_shown(hardware: Hardware) -> None:
+    for constant in hardware.constants():
+        changed = hardware.with_constant(constant.name, 2 * constant.value)
+        assert changed.with_constant(constant.name, constant.value) == hardware != changed
+    with pytest.raises(KeyError, match=r"A100 SXM 80 GB has no constant 'lunch'; it has float64"):
+        A100_SXM.with_constant("lunch", 1)
 
 
 def test_a_dtype_without_a_rate_is_named() -> None:

@@ -62,6 +62,7 @@ def test_kernels_and_bytes(run: Callable[[torch.Tensor], Any], kernels: int, tou
         (lambda x: x.sum().item(), "item"),
         (lambda x: float(x.sum()), "item"),
         (lambda x: bool((x > 0).any()), "item"),
+        (lambda x: f"loss {x.sum():.3f}", "item"),
         (lambda x: x.tolist(), "tolist"),
         (lambda x: x.cpu(), "copy to the CPU"),
         (lambda x: torch.tensor(3.0, device="cuda"), "copy from pageable memory to the device"),
@@ -121,6 +122,52 @@ def test_code_that_asks_for_the_backend_goes_the_way_of_nccl() -> None:
         x = torch.randn(4, 4, device="cuda", requires_grad=True)
         torch.cat(torch_all_gather(x, dist.group.WORLD)).sum().backward()
     assert {name: op.calls for name, op in ledger.collectives.items()} == {"all_gather": 1, "reduce_scatter": 1}
+
+
+@on_fake_cuda
+def test_compiled_code_runs_as_it_was_written() -> None:
+    model = torch.nn.Linear(4, 4)
+    with simulate_rank(2) as ledger:
+        model.cuda()
+        ledger.reset()
+        with pytest.warns(UserWarning, match=r"simulate_rank: torch.compile is left out"):
+            compiled = torch.compile(model)
+        compiled(torch.empty(2, 4, device="cuda")).sum().backward()
+    assert ledger.phases["forward"].by_op["addmm"] == 1 and model.weight.grad is not None
+
+
+@on_fake_cuda
+def test_fsdp2_gathers_and_scatters_while_memory_holds_the_shards() -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    size = 8
+    with simulate_rank(size, 3) as ledger:
+        blocks = [torch.nn.Linear(64, 64, bias=False) for _ in range(4)]
+        model = torch.nn.Sequential(*blocks).cuda()
+        whole = 4 * sum(p.numel() for p in model.parameters())
+        for block in blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            ledger.reset()
+            with CommDebugMode() as torchs:
+                model(torch.randn(2, 64, device="cuda")).sum().backward()
+            optimizer.step()
+        calls = {name: op.calls for name, op in ledger.collectives.items()}
+        assert calls == {"all_gather": 8, "reduce_scatter": 4}  # each block before its forward, and before its backward
+        assert sum(torchs.get_comm_counts().values()) == 12
+        moved = whole * (size - 1) // size
+        assert ledger.collectives["all_gather"].sent == 2 * moved and ledger.collectives["reduce_scatter"].sent == moved
+        at_end = ledger.memory_at_end
+        assert at_end["parameters"] == at_end["gradients"] == whole // size
+        assert at_end["optimizer"] == pytest.approx(2 * whole / size, rel=0.01)
+        assert "gathered parameters" not in at_end
+        assert whole // 4 <= ledger.memory_at_peak["gathered parameters"] <= whole // 2  # one block, and the one that arrives
+    assert ledger.flops == {torch.float32: 11 * 2 * 2 * 64 * 64}  # 4 forward, 7 backward: the input needs no gradient
+    optimizer_bytes = ledger.phases["optimizer"].bytes_touched
+    assert optimizer_bytes < 4 * whole  # that of a shard, not of the model
 
 
 def test_register_cost_counts_what_an_op_hides() -> None:

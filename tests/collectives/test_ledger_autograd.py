@@ -180,12 +180,39 @@ def test_hooks_retained_gradients_and_callbacks_run() -> None:
             return grad * 2
 
         handle = y.register_hook(on_y)
+        both = torch.autograd.graph.register_multi_grad_hook((x, y), lambda grads: seen.append(f"all {len(grads)}"))
         y.sum().backward()
-        assert seen == ["tensor", "leaf", "accumulated (4, 4)", "end"]
+        assert seen == ["tensor", "leaf", "all 2", "accumulated (4, 4)", "end"]
         assert y.grad is not None and y.grad.shape == y.shape
         handle.remove()
+        both.remove()
         (x * 2).sum().backward()
-        assert seen[4:] == ["leaf", "accumulated (4, 4)"]
+        assert seen[5:] == ["leaf", "accumulated (4, 4)"]
+
+
+def test_hooks_of_modules_run() -> None:
+    seen: list[Any] = []
+    with simulate_rank(2) as ledger:
+        model = nn.Linear(4, 3).cuda()
+        x = torch.randn(2, 4, device="cuda", requires_grad=True)
+        model.register_full_backward_pre_hook(lambda module, grads: seen.append([tuple(g.shape) for g in grads]))
+        handle = model.register_full_backward_hook(lambda module, grads, _: tuple(2 * g for g in grads))
+        model(x).sum().backward()
+        assert seen == [[(2, 3)]] and ledger.phases["backward"].by_op["mul"] == 1
+        handle.remove()
+        model(x).sum().backward()
+        assert ledger.phases["backward"].by_op["mul"] == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU torch's own engine runs")
+def test_torchs_own_engine_still_fails_without_a_device() -> None:
+    """The day this test fails, autograd_engine.py can go."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(2, device="cuda", requires_grad=True)
+        with pytest.raises(RuntimeError):
+            (2 * x).backward(torch.empty(2, device="cuda"))
 
 
 def test_saved_tensors_are_freed_while_the_backward_runs() -> None:

@@ -21,8 +21,8 @@ from benchmarks.contrastive import open_clip_losses
 from benchmarks.dataparallel import resnet50_sizes
 from benchmarks.embedding.workload import DIM, FEATURES, Setting, Workload
 from unisono.collectives import all_gather, simulate_rank
+from unisono.collectives.ledger.fake_values import known_values
 from unisono.collectives.ledger.hardware import H100_SXM
-from unisono.collectives.ledger.known_values import known_values
 from unisono.contrastive import clip_loss, sigmoid_loss
 from unisono.dataparallel import GradientSync, SyncBatchNorm
 from unisono.embedding import EmbeddingCollection, Ragged, RowwiseAdagrad, Table

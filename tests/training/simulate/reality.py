@@ -22,7 +22,7 @@ _ALLOCATES = {
 
 def config_of(model: str, recipe: str, fields: list[str]):
     """Return the config of a recipe with some fields set, as the command line sets them."""
-    return importlib.import_module(f"unisono_models.{model}.recipes").RECIPES.choose([recipe, *fields], command="simulate")[1]
+    return importlib.import_module(f"unisono_models.{model}.recipes").RECIPES.choose([recipe, *fields])[1]
 
 
 def real_step(model: str, recipe: str, fields: list[str], device: str = "cpu") -> dict[str, int]:

@@ -45,6 +45,15 @@ def test_every_model_takes_a_step(tmp_path, args, capsys):
     assert "It fits" in capsys.readouterr().out
 
 
+def test_figures_of_the_hardware_can_be_replaced(tmp_path, capsys):
+    seconds = run(tmp_path, "gan", "tiny")["modelled_seconds"]["estimate"]
+    slower = run(tmp_path, "gan", "tiny", "--hardware.launch", "50", "--hardware.network-bandwidth=25")
+    assert slower["modelled_seconds"]["estimate"] > 5 * seconds  # launches take most of the time of a tiny model
+    assert "launch 50," in capsys.readouterr().out
+    page = (tmp_path / "index.html").read_text()
+    assert "--hardware.launch 50" in page and "--hardware.network-bandwidth 25" in page and "<img" not in page
+
+
 def test_growth_is_shown_from_1_to_4096_ranks(tmp_path):
     main(["gan", "tiny", "--gpus", "8", "--out", str(tmp_path), "--scaling", "weak"])
     growth = json.loads((tmp_path / "simulation.json").read_text())["growth"]
@@ -57,11 +66,15 @@ def test_growth_is_shown_from_1_to_4096_ranks(tmp_path):
 
 
 def test_a_setting_that_makes_it_fit_is_found_by_trying(tmp_path, capsys):
-    run(tmp_path, "clip", "tiny", "--data.batch", "4096", "--gpus", "4", "--gpu-memory", "0.2")
+    run(tmp_path, "clip", "tiny", "--data.batch", "4096", "--gpus", "4", "--hardware.memory", "0.2")
     said = capsys.readouterr().out
-    assert "do not fit into 0.2 GB: trying other settings" in said
+    assert "do not fit into 180 MB, 90% of the device: trying other settings" in said
     assert "It does not fit" in said and "Most of it is activations" in said
-    assert "With --loss.micro-batch " in said and "it fits" in said and "(tried)" in said
+    settings = [line for line in said.splitlines() if line.startswith("With --")]
+    assert len(settings) == 3 and any("--loss.micro-batch" in line for line in settings)
+    options = settings[0].removeprefix("With ").partition(" it fits: ")[0].split()
+    run(tmp_path, "clip", "tiny", "--data.batch", "4096", "--gpus", "4", "--hardware.memory", "0.2", *options)
+    assert "It fits: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -71,7 +84,13 @@ def test_a_setting_that_makes_it_fit_is_found_by_trying(tmp_path, capsys):
         (["clip", "tiny", "--hosts", "0"], "--hosts 0: must be a number, at least 1"),
         (["clip", "tiny", "--gpus", "many"], "--gpus many: must be a number, at least 1"),
         (["clip", "tiny", "--hardware", "tpu"], "--hardware tpu: must be one of h100, a100"),
-        (["clip", "tiny", "--gpu-memory", "-1"], "--gpu-memory -1: must be a number of GB above 0"),
+        (["clip", "tiny", "--hardware.memory", "-1"], "--hardware.memory -1: must be a number above 0"),
+        (
+            ["clip", "tiny", "--hardware.lunch", "1"],
+            "--hardware.lunch: there is no such figure; take one of --hardware.float64",
+        ),
+        (["clip", "tiny", "--hardware", "a100", "--hardware.float8-e5m2", "1"], "--hardware.float8-e5m2: there is no such"),
+        (["clip", "tiny", "--out", "/proc/none"], "--out /proc/none: the folder cannot be made"),
         (["clip", "tiny", "--hosts"], "--hosts needs a value"),
         (["clip", "tiny", "--hosts", "100000"], "--hosts 100000 --gpus 8: 800,000 ranks are more than 65,536"),
         (["recommender", "fm", "--data.source", "mine.csv"], "--data.source mine.csv: the simulation reads no data"),
@@ -88,4 +107,4 @@ def test_a_mistake_is_one_message(args, message):
 def test_a_wrong_recipe_names_the_command(capsys):
     with pytest.raises(SystemExit):
         main(["clip", "tinny"])
-    assert "unisono_models.clip simulate: there is no recipe 'tinny'. Did you mean tiny?" in capsys.readouterr().err
+    assert "./scripts/simulate clip: there is no recipe 'tinny'. Did you mean tiny?" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """The training of clip for the simulation: real towers and losses, and a batch without data."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -15,9 +13,9 @@ from unisono_models.clip.model.trunks import without_weights
 from unisono_models.clip.optimizer import make_optimizer
 from unisono_models.clip.train import train_step
 from unisono_models.training.distributed.launch import Ranks
-from unisono_models.training.distributed.parallel import parameter_dtype
+from unisono_models.training.distributed.parallel import parallelize, parameter_dtype
 from unisono_models.training.phases import phase
-from unisono_models.training.simulate.training import SimulatedTraining, draw_integers, largest_share, simulated_parallelize
+from unisono_models.training.simulate.training import SimulatedTraining, draw_integers, largest_share
 
 
 def build_training(config: Config, ranks: Ranks) -> SimulatedTraining:
@@ -26,7 +24,7 @@ def build_training(config: Config, ranks: Ranks) -> SimulatedTraining:
     model_config, vocabulary = without_weights(config.model)
     tokenizer = placeholder_tokenizer(vocabulary, tokens=config.model.text.tokens)
     module = ClipTrainingModule(Clip(model_config, tokenizer), config.loss).to(device, dtype)
-    model = simulated_parallelize(module, config.parallel, ranks).train()
+    model = parallelize(module, config.parallel, ranks).train()
     optimizer = make_optimizer(module, config.optimizer)
     rows, image, text = largest_share(config.data.batch, ranks.world_size), config.model.image, config.model.text
     cached_images, cached_text = image.frozen and image.views > 0, text.frozen
@@ -62,5 +60,4 @@ def build_training(config: Config, ranks: Ranks) -> SimulatedTraining:
     notes = [f"every caption list has one of {text.tokens} tokens, the longest"] if not cached_text else []
     if cached_images or cached_text:
         notes.append("frozen towers are not run: their features are cached before training, in memory that is not counted")
-    parallel = replace(config.parallel, kind="ddp") if ranks.world_size == 1 else config.parallel
-    return SimulatedTraining(module, [optimizer], step, parallel, notes=tuple(notes))
+    return SimulatedTraining(module, [optimizer], step, notes=tuple(notes))

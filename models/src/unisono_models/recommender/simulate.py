@@ -13,10 +13,10 @@ from unisono_models.recommender.loss import build_training_module
 from unisono_models.recommender.protocols import apply_protocol
 from unisono_models.recommender.train import check_settings, make_optimizer, train_step
 from unisono_models.training.distributed.launch import Ranks
-from unisono_models.training.distributed.parallel import parameter_dtype
+from unisono_models.training.distributed.parallel import parallelize, parameter_dtype
 from unisono_models.training.errors import UserError
 from unisono_models.training.phases import phase
-from unisono_models.training.simulate.training import SimulatedTraining, draw_integers, largest_share, simulated_parallelize
+from unisono_models.training.simulate.training import SimulatedTraining, draw_integers, largest_share
 
 _BAG = 2  # ids of a row, for features that are bags
 _ROWS = {  # of the tables that MovieLens needs, for which its files are not read
@@ -44,7 +44,7 @@ def build_training(config: Config, ranks: Ranks) -> SimulatedTraining:
         log_q = torch.zeros(items, dtype=dtype, device=device)
     module = build_training_module(config, datasets, dtype=dtype, device=device, log_q=log_q).train()
     dense = list(module.dense_parameters())
-    model = simulated_parallelize(module, config.parallel, ranks) if dense else module
+    model = parallelize(module, config.parallel, ranks) if dense else module
     optimizers = {"dense": make_optimizer(module, config.optimizer)} if dense else {}
 
     def step() -> object:
@@ -59,8 +59,7 @@ def build_training(config: Config, ranks: Ranks) -> SimulatedTraining:
         notes.append(f"a bag has {_BAG} ids")
     if config.tables.prefetch:
         notes.append("--tables.prefetch moves the exchange of ids beside the step before: it is counted here all the same")
-    parallel = replace(config.parallel, kind="ddp")
-    return SimulatedTraining(module, list(optimizers.values()), step, parallel, tables, tuple(notes))
+    return SimulatedTraining(module, list(optimizers.values()), step, tables, tuple(notes))
 
 
 def _known_features(config: Config) -> tuple[Feature, ...]:

@@ -62,16 +62,16 @@ class Recipes(Generic[Config]):
             raise KeyError(f"{self.model} has no recipe {name!r}; it has {', '.join(self.recipes)}")
         return self.recipes[name]()
 
-    def choose(self, args: Sequence[str] | None = None, *, command: str = "train") -> tuple[str, Config]:
+    def choose(self, args: Sequence[str] | None = None, *, prog: str | None = None) -> tuple[str, Config]:
         """Return the name of the recipe that the command line chooses, and its config with the fields that it changes.
 
         The command line is `[RECIPE] [--field VALUE …]`, or `--config RUN [--field VALUE …]` with the directory of a run or its
-        config.json. `command`: the one that help and errors name.
+        config.json. `prog`: the command that help and errors name, if it is not that of training.
 
         Raises: SystemExit with status 2, after rank 0 has printed what is wrong with the command line.
         """
         is_rank_0 = process_rank() == 0
-        self._prog = f"python -m unisono_models.{self.model} {command}"
+        self._prog = prog or f"python -m unisono_models.{self.model} train"
         try:
             return self._parse(list(sys.argv[1:] if args is None else args), is_rank_0)
         except SystemExit as end:

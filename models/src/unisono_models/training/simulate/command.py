@@ -18,7 +18,7 @@ from unisono_models.training.errors import UserError
 from unisono_models.training.run.log import show_progress
 from unisono_models.training.run.report import Row, print_table
 from unisono_models.training.simulate.advice import Remedy, find_remedies
-from unisono_models.training.simulate.page import GB, TIMES, choose_unit, draw_growth, write_page
+from unisono_models.training.simulate.page import TIMES, draw_growth, readable, write_page
 from unisono_models.training.simulate.rank import StepCosts, Topology, simulate_step
 from unisono_models.training.simulate.training import largest_share
 
@@ -26,6 +26,8 @@ MODELS = ("clip", "gan", "recommender")
 HARDWARE = {"h100": H100_SXM, "a100": A100_SXM}
 RANKS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 _MAX_RANKS = 65_536
+_CONSTANT = "--hardware."
+_USABLE = 0.9  # of a device's memory: the rest is for workspaces, NCCL's buffers, the CUDA context and fragments
 _HELP = """usage: ./scripts/simulate MODEL [RECIPE | --config RUN] [options] [--field VALUE ...]
 
 Counts what one rank of many does in one training step: memory, FLOPs, bytes, collectives, waits; and models its time.
@@ -35,7 +37,8 @@ options:
   --hosts H             The number of hosts. (1)
   --gpus G              The number of GPUs on a host, each with a NIC. (8)
   --hardware NAME       The GPU: h100 or a100. (h100)
-  --gpu-memory GB       The memory of a GPU, if it is not that of --hardware.
+  --hardware.CONSTANT N Another figure for the model of the time, in the unit that is printed: --hardware.bfloat16 700,
+                        --hardware.memory 40, --hardware.network-bandwidth 25, --hardware.launch 3. The output lists them all.
   --scaling strong|weak How the work grows with the ranks in the plots and the last table. strong: the batch of the recipe is
                         shared by all ranks. weak: each rank keeps the rows that it has on H x G ranks. (strong)
   --growth / --no-growth  Simulate 1 to 4,096 ranks, too, which takes a minute. (--growth)
@@ -50,16 +53,17 @@ class Options:
     hosts: int = 1
     gpus: int = 8
     hardware: str = "h100"
-    gpu_memory: float | None = None
+    constants: tuple[tuple[str, float], ...] = ()
     scaling: Literal["strong", "weak"] = "strong"
     growth: bool = True
     out: Path | None = None
 
     @property
     def device(self) -> Hardware:
-        found = HARDWARE[self.hardware]
-        memory = found.memory if self.gpu_memory is None else int(self.gpu_memory * GB)
-        return replace(found, memory=memory, gpus_per_host=self.gpus)
+        found = replace(HARDWARE[self.hardware], gpus_per_host=self.gpus)
+        for name, value in self.constants:
+            found = found.with_constant(name, value)
+        return found
 
 
 def main(args: Sequence[str]) -> None:
@@ -76,7 +80,7 @@ def main(args: Sequence[str]) -> None:
     if fields[:1] in (["-h"], ["--help"]):
         print(_HELP)
     recipes = importlib.import_module(f"unisono_models.{model}.recipes").RECIPES
-    recipe, config = recipes.choose(fields, command="simulate")
+    recipe, config = recipes.choose(fields, prog=f"./scripts/simulate {model}")
     Simulation(model, recipe, config, options, command=["./scripts/simulate", *args]).run()
 
 
@@ -84,18 +88,26 @@ def parse_options(args: Sequence[str]) -> tuple[Options, list[str]]:
     """Return the options of this command, and the arguments that are left for the recipe."""
     given: dict[str, Any] = {}
     left: list[str] = []
+    constants: dict[str, float] = {}
     for arg in (following := iter(args)):
         name, equals, value = arg.partition("=")
         if name in ("--growth", "--no-growth"):
             given["growth"] = name == "--growth"
-        elif name in _READERS:
+        elif name in _READERS or name.startswith(_CONSTANT):
             text = value if equals else next(following, None)
             if text is None:
                 raise UserError(f"{name} needs a value")
-            given[name[2:].replace("-", "_")] = _READERS[name](name, text)
+            if name in _READERS:
+                given[name[2:].replace("-", "_")] = _READERS[name](name, text)
+            else:
+                constants[name] = _read_number(name, text)
         else:
             left.append(arg)
-    options = Options(**given)
+    known = HARDWARE[given.get("hardware", Options.hardware)].constants()
+    names = {_CONSTANT + constant.name.replace("_", "-"): constant.name for constant in known}
+    if wrong := next((name for name in constants if name not in names), None):
+        raise UserError(f"{wrong}: there is no such figure; take one of {', '.join(names)}")
+    options = Options(**given, constants=tuple((names[name], value) for name, value in constants.items()))
     ranks = options.hosts * options.gpus
     if ranks > _MAX_RANKS:
         raise UserError(f"--hosts {options.hosts} --gpus {options.gpus}: {ranks:,} ranks are more than {_MAX_RANKS:,}")
@@ -108,13 +120,13 @@ def _read_count(name: str, text: str) -> int:
     return int(text)
 
 
-def _read_memory(name: str, text: str) -> float:
+def _read_number(name: str, text: str) -> float:
     try:
         found = float(text)
     except ValueError:
         found = 0.0
-    if not 0 < found < 1e6:
-        raise UserError(f"{name} {text}: must be a number of GB above 0")
+    if not 0 < found < 1e9:
+        raise UserError(f"{name} {text}: must be a number above 0")
     return found
 
 
@@ -131,7 +143,6 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
     "--hosts": _read_count,
     "--gpus": _read_count,
     "--hardware": _read_choice(*HARDWARE),
-    "--gpu-memory": _read_memory,
     "--scaling": _read_choice("strong", "weak"),
     "--out": lambda _, text: Path(text),
 }
@@ -150,12 +161,13 @@ class Simulation:
     def run(self) -> None:
         if not torch.backends.cuda.is_built():
             raise UserError("this torch is built without CUDA, which a simulation of GPUs needs: install a torch with CUDA")
+        folder = self._make_folder()
         costs = self.simulate(self.config, self.topology)
         remedies = self._remedies(costs)
         growth = [costs if where == self.topology else self.simulate(config, where) for config, where in self._points()]
         growth = growth or [costs]
         self._print(costs, remedies, growth)
-        folder = self._write(costs, remedies, growth)
+        self._write(folder, costs, remedies, growth)
         print(f"Report:  {folder / 'index.html'}")
 
     def simulate(self, config: Any, topology: Topology) -> StepCosts:
@@ -174,12 +186,14 @@ class Simulation:
         return show_progress(points, "ranks: 1 to 4,096", aloud=True)
 
     def _remedies(self, costs: StepCosts) -> list[Remedy]:
-        if costs.peak <= self.hardware.memory:
+        if self._fits(costs):
             return []
-        print(
-            f"{costs.peak / GB:,.1f} GB do not fit into {self.hardware.memory / GB:,.3g} GB: trying other settings", flush=True
-        )
-        return find_remedies(self.simulate, self.config, self.topology, memory=self.hardware.memory)
+        size, room = readable(costs.peak, "B"), readable(_USABLE * self.hardware.memory, "B")
+        print(f"{size} do not fit into {room}, {_USABLE:.0%} of the device: trying other settings", flush=True)
+        return find_remedies(self.simulate, self.config, self.topology, memory=int(_USABLE * self.hardware.memory))
+
+    def _fits(self, costs: StepCosts) -> bool:
+        return costs.peak <= _USABLE * self.hardware.memory
 
     # What is shown
 
@@ -187,32 +201,30 @@ class Simulation:
         return f"{self.model} {self.recipe} on {self.topology} {self.hardware.name}"
 
     def _advice(self, costs: StepCosts, remedies: Sequence[Remedy]) -> list[str]:
-        size, room = costs.peak / GB, self.hardware.memory / GB
-        if costs.peak <= self.hardware.memory:
-            return [f"It fits: {size:,.2g} of {room:,.3g} GB at the peak. A caching allocator reserves some percent more."]
+        size, room = readable(costs.peak, "B"), readable(self.hardware.memory, "B")
+        spare = f"{1 - _USABLE:.0%} of the device are for what is not counted, such as the fragments of the caching allocator."
+        if self._fits(costs):
+            return [f"It fits: {size} of {room} at the peak. {spare}"]
         largest = max(costs.memory, key=costs.memory.__getitem__)
-        lines = [f"It does not fit: {size:,.1f} GB at the peak, and the device has {room:,.3g}. Most of it is {largest}."]
+        lines = [f"It does not fit: {size} at the peak, and the device has {room}. Most of it is {largest}. {spare}"]
         for remedy in remedies:
             then = remedy.costs
-            time = then.time(self.hardware).estimate * 1e3
-            lines.append(f"With {remedy.options} it fits: {then.peak / GB:,.1f} GB, {time:,.0f} modelled ms a step (tried).")
+            time = readable(then.time(self.hardware).estimate, "s")
+            lines.append(f"With {remedy.options} it fits: {readable(then.peak, 'B')}, and a step takes {time} (modelled).")
         return lines if remedies else [*lines, "None of the settings that were tried makes it fit: lower --data.batch."]
 
     def _memory_rows(self, costs: StepCosts) -> list[Row]:
         total = costs.peak
-        unit, scale = choose_unit([total], "B")
         rows: list[Row] = [
-            {"part": part, unit: size / scale, "share": f"{size / max(total, 1):.0%}"}
+            {"part": part, "memory": readable(size, "B"), "share": f"{size / max(total, 1):.1%}"}
             for part, size in costs.memory.items()
             if size
         ]
-        return [*rows, {"part": "peak", unit: total / scale, "share": f"{total / self.hardware.memory:.1%} of the device"}]
+        of_device = f"{total / self.hardware.memory:.1%} of the device"
+        return [*rows, {"part": "peak", "memory": readable(total, "B"), "share": of_device}]
 
     def _phase_rows(self, costs: StepCosts) -> list[Row]:
         modelled, total = costs.time(self.hardware), costs.ledger.total
-        work, per_work = choose_unit([sum(total.flops.values())], "FLOP")
-        touched, per_touched = choose_unit([total.bytes_touched], "B")
-        sent, per_sent = choose_unit([total.traffic.sent], "B")
         rows: list[Row] = []
         for name, phase in [*costs.ledger.phases.items(), ("total", total)]:
             parts = modelled.phases.get(name, modelled.total)
@@ -220,29 +232,26 @@ class Simulation:
                 {
                     "phase": name,
                     "kernels": phase.kernels,
-                    work: sum(phase.flops.values()) / per_work,
-                    f"{touched} touched": phase.bytes_touched / per_touched,
-                    "messages": phase.traffic.calls,
-                    f"{sent} sent": phase.traffic.sent / per_sent,
+                    "matmuls": readable(sum(phase.flops.values()), "FLOP"),
+                    "touched": readable(phase.bytes_touched, "B"),
+                    "collectives": phase.traffic.calls,
+                    "sent": readable(phase.traffic.sent, "B"),
                     "host syncs": len(phase.host_syncs),
-                    "ms at least": parts.lower_bound * 1e3,
-                    "ms estimated": parts.estimate * 1e3,
+                    "at least": readable(parts.lower_bound, "s"),
+                    "estimate": readable(parts.estimate, "s"),
                 }
             )
         return rows
 
     def _collective_rows(self, costs: StepCosts) -> list[Row]:
-        unit, scale = choose_unit([costs.ledger.traffic.sent], "B")
         return [
-            {"collective": name, "calls": op.calls, f"{unit} sent": op.sent / scale, f"{unit} received": op.received / scale}
+            {"collective": name, "calls": op.calls, "sent": readable(op.sent, "B"), "received": readable(op.received, "B")}
             for name, op in sorted(costs.ledger.collectives.items())
         ]
 
     def _growth_rows(self, growth: Sequence[StepCosts]) -> list[Row]:
         rows: list[Row] = []
         links = [costs.link_bytes(self.hardware) for costs in growth]
-        unit, scale = choose_unit([costs.peak for costs in growth], "B")
-        link_unit, per_link = choose_unit([size for pair in links for size in pair], "B")
         for costs, (inside, network) in zip(growth, links, strict=True):
             parts = costs.time(self.hardware).total
             rows.append(
@@ -250,14 +259,14 @@ class Simulation:
                     "ranks": costs.topology.world_size,
                     "batch": costs.batch,
                     "rows": costs.rows,
-                    unit: costs.peak / scale,
-                    "fits": "yes" if costs.peak <= self.hardware.memory else "no",
-                    f"{link_unit} links": inside / per_link,
-                    f"{link_unit} NIC": network / per_link,
-                    "ms at least": parts.lower_bound * 1e3,
-                    "ms estim.": parts.estimate * 1e3,
-                    "samples/s": costs.batch / parts.estimate,
-                    "hours": round(parts.estimate * self.config.run.steps / 3600, 3),
+                    "memory": readable(costs.peak, "B"),
+                    "fits": "yes" if self._fits(costs) else "no",
+                    "links": readable(inside, "B"),
+                    "NIC": readable(network, "B"),
+                    "at least": readable(parts.lower_bound, "s"),
+                    "estimate": readable(parts.estimate, "s"),
+                    "samples/s": readable(costs.batch / parts.estimate, "").strip(),
+                    "hours": f"{parts.estimate * self.config.run.steps / 3600:.3g}",
                 }
             )
         return rows
@@ -285,7 +294,8 @@ class Simulation:
 
     def _notes(self, costs: StepCosts) -> list[str]:
         notes = [
-            "Counts are exact for the code that runs; times are a model of the figures above, not a measurement.",
+            "Counts are those of the code that runs; how many kernels an op launches is a rule. Times are a model of these "
+            "figures, not a measurement: at least, if everything overlaps; estimate, if nothing does.",
             "The step is that of rank 0, which has the largest share of the batch. Reading data is not part of it.",
             "Memory is that of tensors at the peak; DDP's buckets are gradients. Not counted: workspaces of cuDNN and cuBLAS, "
             "NCCL's buffers, and what dropout and noise need while they draw their numbers.",
@@ -294,8 +304,6 @@ class Simulation:
         parallel = getattr(self.config, "parallel", None)
         if parallel is not None and parallel.compile:
             notes.append("torch.compile is not simulated: it would fuse kernels, and touch less memory.")
-        if parallel is not None and parallel.kind != "ddp" and costs.topology.world_size > 1:
-            notes.append("FSDP2 is added by formula: see training/simulate/fsdp.py.")
         if costs.batch < costs.topology.world_size:
             notes.append(f"The batch of {costs.batch:,} leaves {costs.topology.world_size - costs.batch:,} ranks without rows.")
         return notes
@@ -313,19 +321,26 @@ class Simulation:
             for text, count in costs.host_syncs.most_common(12):
                 print(f"  {count} x {text}")
         print(self.hardware)
+        print("Another figure: --hardware.bfloat16 700, --hardware.launch 3, and so on, in these units.")
         for line in [*self._advice(costs, remedies), *self._notes(costs)]:
             print(line)
 
-    def _write(self, costs: StepCosts, remedies: Sequence[Remedy], growth: Sequence[StepCosts]) -> Path:
+    def _make_folder(self) -> Path:
         size = f"{self.topology.hosts}x{self.topology.gpus}"
         folder = self.options.out or Path("simulations") / f"{self.model}-{self.recipe}-{size}-{self.options.hardware}"
-        modelled = costs.time(self.hardware)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--out {folder}: the folder cannot be made: {error.strerror}") from error
-        light, dark = (draw_growth(growth, self.hardware, self.hardware.memory, theme=theme) for theme in ("light", "dark"))
-        for name, png in light.items():
+        return folder
+
+    def _write(self, folder: Path, costs: StepCosts, remedies: Sequence[Remedy], growth: Sequence[StepCosts]) -> None:
+        modelled = costs.time(self.hardware)
+        plots: dict[str, tuple[bytes, bytes]] = {}
+        if len(growth) > 1:
+            light, dark = (draw_growth(growth, self.hardware, theme=theme) for theme in ("light", "dark"))
+            plots = {name: (light[name], dark[name]) for name in light}
+        for name, (png, _) in plots.items():
             (folder / f"{name}.png").write_bytes(png)
         step_hours = modelled.estimate * self.config.run.steps / 3600
         write_page(
@@ -345,12 +360,12 @@ class Simulation:
                 "steps": f"{self.config.run.steps:,}",
             },
             numbers={
-                "GB of memory at the peak": round(costs.peak / GB, 2),
-                "TFLOP a step and rank": round(sum(costs.ledger.flops.values()) / 1e12, 3),
-                "modelled ms a step": f"{modelled.lower_bound * 1e3:,.3g} to {modelled.estimate * 1e3:,.3g}",
-                "modelled hours, if nothing overlaps": round(step_hours, 2),
+                "memory of a rank at the peak": readable(costs.peak, "B"),
+                "matmuls of a step, on a rank": readable(sum(costs.ledger.flops.values()), "FLOP"),
+                "modelled time of a step": f"{readable(modelled.lower_bound, 's')} to {readable(modelled.estimate, 's')}",
+                "modelled hours, if nothing overlaps": f"{step_hours:.3g}",
             },
-            plots={name: (light[name], dark[name]) for name in light} if len(growth) > 1 else {},
+            plots=plots,
             tables={
                 "Memory of a rank": self._memory_rows(costs),
                 "A step of a rank": self._phase_rows(costs),
@@ -362,17 +377,28 @@ class Simulation:
                 ],
             },
             advice=self._advice(costs, remedies),
-            constants=str(self.hardware),
+            constants=_constant_rows(self.hardware),
             notes=self._notes(costs),
             command=self.command,
         )
         found = {**self._numbers(costs), "growth": [self._numbers(each) for each in growth]}
         (folder / "simulation.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        return folder
+
+
+def _constant_rows(hardware: Hardware) -> list[Row]:
+    return [
+        {
+            "figure": f"{constant.name.replace('_', ' ')}, {constant.unit}",
+            "used": f"{constant.value:,.4g}",
+            "datasheet": "" if constant.datasheet is None else f"{constant.datasheet:,.4g}",
+            "to change it": f"{_CONSTANT}{constant.name.replace('_', '-')} {constant.value:.4g}",
+        }
+        for constant in hardware.constants()
+    ]
 
 
 def _time_rows(phases: Mapping[str, Any]) -> list[Row]:
     return [
-        {"phase": phase, **{f"{name.replace('_', ' ')} ms": getattr(parts, name) * 1e3 for name in TIMES}}
+        {"phase": phase, **{name.replace("_", " "): readable(getattr(parts, name), "s") for name in TIMES}}
         for phase, parts in phases.items()
     ]

@@ -16,7 +16,6 @@ from unisono_models.training.simulate.rank import PARTS, StepCosts
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-GB = 1e9
 TIMES = ("compute", "memory", "launches", "links", "host_syncs")
 _COLOURS = {
     "light": (*COLOURS["light"], "#8c8c8c", "#7b5ea7", "#444444"),
@@ -36,7 +35,24 @@ def choose_unit(values: Iterable[float], unit: str) -> tuple[str, float]:
     return f"{prefix}{unit}", scale
 
 
-def draw_growth(growth: Sequence[StepCosts], hardware: Hardware, memory: int, *, theme: Theme) -> dict[str, bytes]:
+def readable(value: float, unit: str) -> str:
+    """Format a quantity with three digits and a prefix.
+
+    Example:
+        >>> readable(97_920, "B"), readable(1.5e12, "FLOP"), readable(0.0158, "s"), readable(0, "B")
+        ('97.9 kB', '1.5 TFLOP', '15.8 ms', '0')
+    """
+    if not value:
+        return "0"
+    prefixes = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6}
+    if unit == "s":
+        prefixes = {"": 1.0, "m": 1e-3, "µ": 1e-6}
+    prefix, scale = next(((p, s) for p, s in prefixes.items() if value >= 0.9995 * s), ("µ", 1e-6))
+    scaled = value / scale
+    return f"{scaled:,.0f} {prefix}{unit}" if scaled >= 99.95 else f"{scaled:.3g} {prefix}{unit}"
+
+
+def draw_growth(growth: Sequence[StepCosts], hardware: Hardware, *, theme: Theme) -> dict[str, bytes]:
     """Draw how memory, time and bytes grow with the number of ranks, as PNGs by name."""
     times = [costs.time(hardware).total for costs in growth]
     links = [costs.link_bytes(hardware) for costs in growth]
@@ -58,7 +74,7 @@ def draw_growth(growth: Sequence[StepCosts], hardware: Hardware, memory: int, *,
         return draw_figure(fill, theme=theme, size=(7.2, 3.6))
 
     def bars(figure: Figure) -> None:
-        _bars(figure, ranks, memory_parts, f"Memory of a rank, {memory_unit}", theme, limit=memory / per_memory)
+        _bars(figure, ranks, memory_parts, f"Memory of a rank, {memory_unit}", theme, limit=hardware.memory / per_memory)
 
     def times_of_parts(figure: Figure) -> None:
         _lines(figure, ranks, bounds | time_parts, "Modelled milliseconds of a step", theme)
@@ -106,7 +122,8 @@ def _lines(figure: Figure, ranks: Sequence[int], lines: Mapping[str, Sequence[fl
     if shown:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")  # the default one writes 10^2 in TeX
-        axes.set_ylim(bottom=max(map(max, shown.values())) / 3000)
+        smallest = min(value for values in shown.values() for value in values if value > 0)
+        axes.set_ylim(bottom=max(max(map(max, shown.values())) / 3000, smallest / 3))
     _finish(axes, ranks, title)
 
 
@@ -132,7 +149,7 @@ def write_page(
     plots: Mapping[str, tuple[bytes, bytes]],
     tables: Mapping[str, Sequence[Row]],
     advice: Sequence[str],
-    constants: str,
+    constants: Sequence[Row],
     notes: Sequence[str],
     command: str,
 ) -> None:
@@ -146,7 +163,7 @@ def write_page(
         html_section("What fits", html_notes(advice)),
         html_section("How it grows", curves, "curves"),
         *(html_section(heading, html_table(rows)) for heading, rows in tables.items() if rows),
-        html_section("What the model assumes", f"<pre>{escape(constants)}</pre>{html_notes(notes)}"),
+        html_section("What the model of the time assumes", html_table(constants) + html_notes(notes)),
         html_section("The command", f"<pre>{escape(command)}</pre>"),
         "<footer>Written by unisono-models. Times are a model, not a measurement.</footer>",
     ]

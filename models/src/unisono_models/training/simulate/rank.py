@@ -11,16 +11,16 @@ from typing import Any, Literal
 import torch
 
 from unisono.collectives import Hardware, Ledger, ModelledTime, simulate_rank
-from unisono.collectives.ledger.known_values import known_values
+from unisono.collectives.ledger.fake_values import known_values
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.phases import listen_to_phases
-from unisono_models.training.simulate.fsdp import add_sharded_traffic, shard_model, sharded_memory
 from unisono_models.training.simulate.training import BuildTraining, SimulatedTraining, largest_share
 
 PARTS = ("weights", "gradients", "optimizer", "tables", "activations", "loss", "communication", "batch", "temporary")
 """The parts of a rank's memory, in the order in which they are shown."""
 _PART_OF = {
     "parameters": "weights",
+    "gathered parameters": "communication",
     "gradient buckets": "gradients",
     "activations (data)": "batch",
     "activations (forward)": "activations",
@@ -92,6 +92,9 @@ def simulate_step(
         options: For `simulate_rank`: the memory and the capability of the device.
     """
     world_size = topology.world_size
+    parallel: Any = getattr(config, "parallel", None)
+    if getattr(parallel, "kind", "") == "hybrid" and parallel.shard is None:  # real ranks ask each other for their hosts
+        config = replace(config, parallel=replace(parallel, shard=topology.gpus))
     with (
         warnings.catch_warnings(),
         simulate_rank(world_size, 0, device=device, devices_per_host=topology.gpus, **options) as ledger,
@@ -99,18 +102,13 @@ def simulate_step(
         listen_to_phases(ledger.phase),
     ):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        warnings.filterwarnings("ignore", message="simulate_rank: torch.compile is left out")  # the page says it
         training = build(config, Ranks(0, world_size, 0, torch.device(device)))
         training.step()
         note_parts(ledger, training)
         ledger.reset()
         training.step()
         memory = _by_part(ledger.memory_at_peak)
-        sharded = None
-        if training.parallel is not None:
-            sharded = shard_model(training.module, training.parallel, world_size=world_size, gpus=topology.gpus)
-    if sharded is not None:
-        memory = sharded_memory(memory, sharded)
-        add_sharded_traffic(ledger, sharded)
     batch = config.data.batch
     return StepCosts(topology, batch, largest_share(batch, world_size), memory, ledger, training.notes)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono_models.training.config import ParallelConfig
 from unisono_models.training.distributed.launch import Ranks
-from unisono_models.training.distributed.parallel import checkpoint_blocks, find_repeated_blocks, parallelize
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,6 @@ class SimulatedTraining:
     optimizers: Sequence[Optimizer]
     step: Callable[[], object]
     """Takes one step: makes this rank's batch, and calls the model's own train_step."""
-    parallel: ParallelConfig | None = None
-    """How the model is distributed; None: by a GradientSync of its own."""
     tables: Sequence[Tensor] = ()
     """Sharded tables and their optimizer states, as this rank holds them."""
     notes: tuple[str, ...] = ()
@@ -45,15 +41,6 @@ def largest_share(batch: int, world_size: int) -> int:
         3
     """
     return -(-batch // world_size)
-
-
-def simulated_parallelize(module: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Module:
-    """`parallelize`, without what has no simulation: torch.compile is left out, and FSDP2 is added by formula (fsdp.py)."""
-    if config.kind == "ddp" or ranks.world_size == 1:
-        return parallelize(module, replace(config, compile=False, kind="ddp"), ranks)
-    if config.checkpoint_activations:
-        checkpoint_blocks(module, list(find_repeated_blocks(module)))
-    return module
 
 
 def draw_integers(low: int, high: int, *shape: int) -> Tensor:

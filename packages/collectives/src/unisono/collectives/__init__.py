@@ -29,7 +29,7 @@ from unisono.collectives.ledger.cost_rules import register_cost
 from unisono.collectives.ledger.hardware import A100_SXM, H100_SXM, Hardware, ModelledTime
 from unisono.collectives.ledger.host_syncs import HostSync, HostSyncError
 from unisono.collectives.ledger.ledger import Costs, Ledger, count_costs
-from unisono.collectives.ledger.simulation import simulate_rank
+from unisono.collectives.ledger.simulate_rank import simulate_rank
 from unisono.collectives.ring import Ring
 from unisono.collectives.sizes import exchange_sizes
 from unisono.collectives.traffic import Traffic, count_bytes

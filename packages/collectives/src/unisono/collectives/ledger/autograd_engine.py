@@ -1,28 +1,33 @@
 """Autograd's engine in Python, for fake tensors on a device that is not there.
 
-torch's engine asks the driver for the device of every gradient, and fails without one. The nodes of the graph can be called
-from Python; this engine does what happens between them: the order, sums, captured gradients, hooks, `.grad`, and it frees
-saved tensors as soon as a node has run. Hooks that were set on a node of C++ (`tensor.grad_fn.register_hook`) do not run.
+torch's engine asks the driver for a stream before it runs a node of a CUDA tensor, and fails without one, fake tensors or not
+(pytorch#92627; a test says when that ends). The nodes of the graph can be called from Python; this engine does what happens
+between them: the order, sums, captured gradients, hooks, `.grad`, and it frees saved tensors as soon as a node has run. Hooks
+on a node of C++ (`tensor.grad_fn.register_hook`) do not run; those of tensors, modules and Functions in Python do.
 """
 
 import heapq
 import itertools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from unisono.collectives.ledger.fake_device import HostCalls
 from unisono.collectives.ledger.ledger import Ledger
-from unisono.collectives.ledger.patching import patched
 
 _HOOKS = "unisono_hooks"  # in the metadata of a node: the hooks of its tensors
+_NODE_HOOKS = "unisono_node_hooks"  # in the metadata of a Function in Python: hooks before and after its backward
 _RETAINED = "_unisono_retained"  # on a tensor that retains its gradient
 _task_ids = itertools.count(1 << 40)  # above those of torch's engine
 
@@ -45,6 +50,7 @@ class _Task:
     create_graph: bool
     callbacks: list[Callable[[], None]] = field(default_factory=list)
     unpacked: list[_Saved] = field(default_factory=list)
+    executed: set[Any] = field(default_factory=set)
 
 
 class PythonEngine:
@@ -59,14 +65,23 @@ class PythonEngine:
         def run(outputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
             return self.run_backward(outputs, *args, **kwargs)
 
+        def current_task() -> int:
+            return self._tasks[-1].id if self._tasks else -1
+
+        def will_execute(node: Any) -> bool:
+            return node in self._tasks[-1].executed
+
         with (
             saved_tensors_hooks(_Saved, self._unpack),
-            patched(torch.autograd.graph, "_engine_run_backward", run),
-            patched(torch.autograd, "_engine_run_backward", run),
-            patched(torch.autograd.Variable, "_execution_engine", self),
-            patched(torch._C, "_current_graph_task_id", lambda: self._tasks[-1].id if self._tasks else -1),
-            patched(torch.Tensor, "register_hook", _register_hook(torch.Tensor.register_hook)),
-            patched(torch.Tensor, "retain_grad", _retain_grad(torch.Tensor.retain_grad)),
+            mock.patch.object(torch.autograd.graph, "_engine_run_backward", run),
+            mock.patch.object(torch.autograd, "_engine_run_backward", run),
+            mock.patch.object(torch.autograd.Variable, "_execution_engine", self),
+            mock.patch.object(torch._C, "_current_graph_task_id", current_task),
+            mock.patch.object(torch._C, "_will_engine_execute_node", will_execute),
+            mock.patch.object(torch.Tensor, "register_hook", _register_hook(torch.Tensor.register_hook)),
+            mock.patch.object(torch.Tensor, "retain_grad", _retain_grad(torch.Tensor.retain_grad)),
+            mock.patch.object(BackwardCFunction, "register_hook", _register_node_hook("after")),  # those of nn.Module, too
+            mock.patch.object(BackwardCFunction, "register_prehook", _register_node_hook("before")),
         ):
             yield
 
@@ -120,6 +135,7 @@ class PythonEngine:
                 if isinstance(x, Tensor) and not x.is_leaf:
                     x.retain_grad()
         order = _Order(roots, wanted, run_wanted=accumulate_grad)
+        task.executed = order.executed
         arriving: dict[Any, list[Tensor | None]] = {}
         captured: dict[tuple[Any, int], Tensor] = {}
         ready: list[tuple[int, int, Any]] = []
@@ -176,10 +192,15 @@ class PythonEngine:
         if hasattr(node, "apply"):  # a Function in Python: a result for each argument, tensor or not
             if getattr(node, "materialize_grads", True):
                 buffer = [_zeros(m) if g is None else g for g, m in zip(buffer, node._input_metadata, strict=True)]
+            hooks = node.metadata.get(_NODE_HOOKS, {"before": {}, "after": {}})
+            for hook in list(hooks["before"].values()):
+                buffer = _replaced(hook(tuple(buffer)), buffer)
             results = node.apply(*buffer)
             results = results if isinstance(results, tuple) else (results,)
             given = iter([r for r, needed in zip(results, node.needs_input_grad, strict=False) if needed])
             following = [None if next_node is None else next(given, None) for next_node, _ in node.next_functions]
+            for hook in list(hooks["after"].values()):
+                following = _replaced(hook(tuple(following), tuple(buffer)), following)
         else:
             # torch's engine tells a node which gradients are not needed. From Python they are computed; they are not counted.
             partial = any(
@@ -311,6 +332,23 @@ def _run_tensor_hooks(node: Any, buffer: list[Tensor | None]) -> None:
             result = hook(grad)
             buffer[position] = grad if result is None else result
             del grad, result
+
+
+def _replaced(returned: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
+    """The gradients that a hook of a node returned, or those that it was given."""
+    if returned is None:
+        return grads
+    return list(returned) if isinstance(returned, tuple) else [returned]
+
+
+def _register_node_hook(when: str) -> Callable[..., RemovableHandle]:
+    def register(self: Any, hook: Callable[..., Any]) -> RemovableHandle:
+        hooks = self.metadata.setdefault(_NODE_HOOKS, {"before": OrderedDict(), "after": OrderedDict()})[when]
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    return register
 
 
 def _add_hooks(tensor: Tensor, hooks: dict[Any, Any]) -> None:

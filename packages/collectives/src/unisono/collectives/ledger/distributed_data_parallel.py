@@ -7,6 +7,7 @@ while the backward runs, the same copies, the memory of the buckets, the broadca
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.collectives.ledger.ledger import Ledger
-from unisono.collectives.ledger.patching import patched
 
 _MIB = 1 << 20
 _BROADCAST_BYTES = 250 * _MIB  # DDP broadcasts parameters and buffers in parts of this size
@@ -80,7 +80,7 @@ def simulated_ddp(ledger: Ledger) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name, method in (("__init__", init), ("forward", forward), ("register_comm_hook", register_comm_hook)):
-            stack.enter_context(patched(DistributedDataParallel, name, method))
+            stack.enter_context(mock.patch.object(DistributedDataParallel, name, method))
         yield
 
 

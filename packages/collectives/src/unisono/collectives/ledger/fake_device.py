@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from unisono.collectives.ledger.fake_results import plausible_list, plausible_number
+from unisono.collectives.ledger.fake_values import plausible_list, plausible_number
 from unisono.collectives.ledger.ledger import Ledger
-from unisono.collectives.ledger.patching import patched
 
 aten = torch.ops.aten
 clip_grad: Any = sys.modules["torch.nn.utils.clip_grad"]
@@ -24,7 +24,11 @@ optimizer: Any = sys.modules["torch.optim.optimizer"]  # torch.optim has no attr
 @contextmanager
 def fake_cuda(ledger: Ledger, *, rank: int, devices: int, memory: int, capability: tuple[int, int]) -> Iterator[None]:
     """Let torch.cuda answer as if there were a device, and count the calls that wait for it."""
-    current = rank % devices
+    current = [rank % devices]
+
+    def set_device(device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        current[0] = current[0] if index is None else index
 
     class Stream(_Stream):
         def synchronize(self) -> None:
@@ -49,8 +53,8 @@ def fake_cuda(ledger: Ledger, *, rank: int, devices: int, memory: int, capabilit
         "_lazy_init": lambda: None,
         "init": lambda: None,
         "device_count": lambda: devices,
-        "current_device": lambda: current,
-        "set_device": lambda device: None,
+        "current_device": lambda: current[0],
+        "set_device": set_device,
         "device": lambda device=None: nullcontext(),
         "get_device_capability": lambda device=None: capability,
         "get_device_name": lambda device=None: properties.name,
@@ -81,18 +85,19 @@ def fake_cuda(ledger: Ledger, *, rank: int, devices: int, memory: int, capabilit
         "is_available": lambda: True,
         "current_accelerator": lambda check_available=False: accelerator,
         "device_count": lambda: devices,
-        "current_device_index": lambda: current,
+        "current_device_index": lambda: current[0],
         "current_stream": lambda device=None: stream,
         "synchronize": synchronize,
     }
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch._C, "_get_accelerator", answers_of_accelerator["current_accelerator"]))
         for name, answer in answers.items():
-            stack.enter_context(patched(torch.cuda, name, answer))
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         for name, answer in answers_of_accelerator.items():
-            stack.enter_context(patched(torch.accelerator, name, answer))
-        stack.enter_context(patched(optimizer, "_foreach_supported_types", _types_with_foreach()))
-        stack.enter_context(patched(clip_grad, "_has_foreach_support", lambda tensors, device: device.type == "cuda"))
-        stack.enter_context(patched(torch.amp.GradScaler, "_maybe_opt_step", _step_with_finite_gradients))
+            stack.enter_context(mock.patch.object(torch.accelerator, name, answer))
+        stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", _types_with_foreach()))
+        stack.enter_context(mock.patch.object(clip_grad, "_has_foreach_support", lambda tensors, device: device.type == "cuda"))
+        stack.enter_context(mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _step_with_finite_gradients))
         yield
 
 
@@ -101,10 +106,12 @@ def fake_tensor_mode() -> Iterator[FakeTensorMode]:
     """FakeTensorMode that never asks for a real device, not even on a machine that has one."""
     from torch._subclasses import fake_tensor
 
+    def no_context(device: torch.device) -> None: ...
+
     with (
-        patched(FakeTensorMode, "avoid_device_init", True),
-        patched(fake_tensor, "init_gpu_context", lambda device: None),
-        patched(torch.nn.Module, "_apply", _apply_by_swapping),
+        mock.patch.object(FakeTensorMode, "avoid_device_init", True),
+        mock.patch.object(fake_tensor, "init_gpu_context", no_context),
+        mock.patch.object(torch.nn.Module, "_apply", _apply_by_swapping),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
         yield mode
@@ -134,6 +141,11 @@ class HostCalls(TorchFunctionMode):
 
         number = plausible_number(x.dtype)
         return np.full(tuple(x.shape), number, dtype=str(x.dtype).removeprefix("torch."))
+
+    def _format(self, func: Any, x: Tensor, spec: str) -> str:
+        if isinstance(x, FakeTensor) and x.ndim == 0:  # as for a tensor with data: f"{loss:.3f}"
+            return format(x.item(), spec)
+        return str(func(x, spec))
 
     def _record_stream(self, func: Any, x: Tensor, stream: Any) -> None:
         if not isinstance(x, FakeTensor):
@@ -184,6 +196,7 @@ class HostCalls(TorchFunctionMode):
 
     _answers: ClassVar[dict[Any, Callable[..., Any]]] = {
         Tensor.numpy: _numpy,
+        Tensor.__format__: _format,
         Tensor.record_stream: _record_stream,
         Tensor.pin_memory: _pin_memory,
         Tensor.is_pinned: _is_pinned,
@@ -208,8 +221,8 @@ def tolist_of(ledger: Ledger) -> Callable[[FakeTensor], Any]:
 class _Stream:
     """A stream: everything runs in order here, so that only a wait of the host has a meaning."""
 
-    cuda_stream = 0
-    priority = 0
+    cuda_stream = stream_id = device_index = priority = 0
+    device_type = 1  # of c10::DeviceType: CUDA
     device = torch.device("cuda", 0)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,14 +1,14 @@
 """A model of the time that a ledger's counts take on named hardware. It is never a measurement.
 
 The figures of the datasheets are public; what a program sustains of them is an assumption, shown beside them. Replace any of
-them: `dataclasses.replace(H100_SXM, gpus_per_host=4)`.
+them: `H100_SXM.with_constant("launch", 3)`, or `dataclasses.replace(H100_SXM, gpus_per_host=4)`.
 """
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class KernelGroup(NamedTuple):
@@ -28,6 +28,15 @@ class Message(NamedTuple):
     rank: int
     sent: int
     received: int
+
+
+class Constant(NamedTuple):
+    """A figure of the model: what it uses, and what the datasheet says, if that differs."""
+
+    name: str
+    unit: str
+    value: float
+    datasheet: float | None
 
 
 @dataclass(frozen=True)
@@ -104,27 +113,40 @@ class Hardware:
             hops = (size - 1) * self.message_seconds + (self.network_latency if hosts > 1 else self.link_latency)
         return inside, network, hops
 
-    def __str__(self) -> str:
-        def share(sustained: float, peak: float, unit: str, scale: float) -> str:
-            return f"{sustained / scale:,.4g} of {peak / scale:,.4g} {unit}"
+    def constants(self) -> list[Constant]:
+        """Return all figures of the model that can be replaced, each in the unit that people say."""
+        rates = [Constant(name, "TFLOP/s", rate / 1e12, self.peak_flops[name] / 1e12) for name, rate in self.flops.items()]
+        others = []
+        for name, (unit, scale) in _UNITS.items():
+            peak = getattr(self, f"peak_{name}", None)
+            public = name.removesuffix("_seconds")
+            others.append(Constant(public, unit, getattr(self, name) / scale, None if peak is None else peak / scale))
+        return rates + others
 
-        rates = ", ".join(f"{name} {share(rate, self.peak_flops[name], 'TFLOP/s', 1e12)}" for name, rate in self.flops.items())
-        memory = share(self.memory_bandwidth, self.peak_memory_bandwidth, "TB/s", 1e12)
-        links = share(self.link_bandwidth, self.peak_link_bandwidth, "GB/s", 1e9)
-        network = share(self.network_bandwidth, self.peak_network_bandwidth, "GB/s", 1e9)
-        micro = {
-            name.replace("_seconds", "").replace("_", " "): seconds * 1e6
-            for name, seconds in vars(self).items()
-            if name.endswith(("seconds", "latency"))
-        }
-        return "\n".join(
-            [
-                f"model of {self.name}, sustained of datasheet: {rates};",
-                f"  memory {memory}, {self.memory / 1e9:,.0f} GB; links {links} to {self.gpus_per_host} GPUs a host; "
-                f"NIC {network};",
-                f"  microseconds: {', '.join(f'{name} {value:g}' for name, value in micro.items())}",
-            ]
-        )
+    def with_constant(self, name: str, value: float) -> "Hardware":
+        """Return this hardware with one of its `constants()` replaced, in the same unit.
+
+        Example:
+            >>> H100_SXM.with_constant("launch", 3).launch_seconds
+            3e-06
+        """
+        if name in self.flops:
+            return replace(self, flops={**self.flops, name: value * 1e12})
+        field_name = name if name in _UNITS else f"{name}_seconds"
+        if field_name not in _UNITS:
+            known = ", ".join(constant.name for constant in self.constants())
+            raise KeyError(f"{self.name} has no constant {name!r}; it has {known}")
+        scaled = float(f"{value * _UNITS[field_name][1]:.12g}")  # 3 microseconds are 3e-06, not 2.9999999999999997e-06
+        changed: dict[str, Any] = {field_name: int(scaled) if name == "memory" else scaled}
+        return replace(self, **changed)
+
+    def __str__(self) -> str:
+        lines: dict[str, list[str]] = {}
+        for name, unit, value, datasheet in self.constants():
+            shown = f"{name.replace('_', ' ')} {value:,.4g}" + ("" if datasheet is None else f" of {datasheet:,.4g}")
+            lines.setdefault(unit, []).append(shown)
+        head = f"model of {self.name}, {self.gpus_per_host} GPUs a host; what a program sustains, of what the datasheet says:"
+        return "\n".join([head, *(f"  {unit}: {', '.join(shown)}" for unit, shown in lines.items())])
 
 
 @dataclass
@@ -202,6 +224,17 @@ def time_parts(
     return parts
 
 
+_UNITS = {  # of the constants beside the rates of matmuls
+    "memory": ("GB", 1e9),
+    "memory_bandwidth": ("TB/s", 1e12),
+    "link_bandwidth": ("GB/s", 1e9),
+    "network_bandwidth": ("GB/s", 1e9),
+    "launch_seconds": ("microseconds", 1e-6),
+    "host_sync_seconds": ("microseconds", 1e-6),
+    "link_latency": ("microseconds", 1e-6),
+    "network_latency": ("microseconds", 1e-6),
+    "message_seconds": ("microseconds", 1e-6),
+}
 H100_SXM = Hardware(
     name="H100 SXM",
     peak_flops={

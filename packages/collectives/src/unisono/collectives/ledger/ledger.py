@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from unisono.collectives.checks import validate_choice
 from unisono.collectives.ledger.cost_rules import OpCost, launches_nothing, op_cost, tensors_in
-from unisono.collectives.ledger.fake_results import run_on_fake_tensors
+from unisono.collectives.ledger.fake_values import run_on_fake_tensors
 from unisono.collectives.ledger.hardware import H100_SXM, Hardware, KernelGroup, Message, ModelledTime, TimeParts, time_parts
 from unisono.collectives.ledger.host_syncs import HostSync, HostSyncError, new_host_sync, sync_of
 from unisono.collectives.ledger.memory import LiveMemory
@@ -214,6 +214,12 @@ class Ledger:
         for func, args, kwargs, result in ops.without_unneeded():
             self._add_kernels(func, args, kwargs, result)
 
+    def see(self, tensors: list[torch.Tensor]) -> bool:
+        """Follow the memory of those tensors that are on the device. Returns whether there are any."""
+        found = [x for x in tensors if x.device.type == self.device]
+        self.memory.see(found, self.current_phase)
+        return bool(found)
+
     def _costs(self) -> Costs:
         return self.phases.setdefault(self.current_phase, Costs())
 
@@ -221,10 +227,8 @@ class Ledger:
         call = collective_call(func, args, result)
         if call is not None:
             self._costs().add_call(call)
-        tensors = [x for x in tensors_in(args, kwargs, result) if x.device.type == self.device]
-        if not tensors:
+        if not self.see(tensors_in(args, kwargs, result)):
             return
-        self.memory.see(tensors, self.current_phase)
         if call is not None or func.namespace in ("c10d", "_c10d_functional"):
             return
         if self._tentative is not None:
@@ -238,6 +242,7 @@ class Ledger:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._in_optimizer += 1
+        self.see([parameter for group in optimizer.param_groups for parameter in group["params"]])
         self.memory.note_gradients()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -298,7 +303,7 @@ def counting(ledger: Ledger, *, fake: bool = False) -> Iterator[None]:
     before = register_optimizer_step_pre_hook(ledger._before_step)
     after = register_optimizer_step_post_hook(ledger._after_step)
     try:
-        with _CountingMode(ledger, fake):
+        with ledger.memory.following_resizes(), _CountingMode(ledger, fake):
             yield
     finally:
         before.remove()
@@ -320,10 +325,12 @@ class _CountingMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, ledger = kwargs or {}, self.ledger
+        if any(map(is_traceable_wrapper_subclass_type, types)):  # such as DTensor: count the ops on its own part that follow
+            ledger.see(tensors_in(args, kwargs))
+            return NotImplemented
         if not hasattr(func, "_schema") or func.namespace == "prim":
             return func(*args, **kwargs)
-        ledger = self.ledger
         if ledger.device != "cpu" and (waits := sync_of(func, args, kwargs, ledger.device)):
             ledger.add_host_sync(waits)
         result = run_on_fake_tensors(func, args, kwargs, keep_data=ledger.keeps_data) if self.fake else func(*args, **kwargs)

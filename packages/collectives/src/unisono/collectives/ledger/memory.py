@@ -1,10 +1,13 @@
 """Which bytes are alive on the device: in total, at the peak, by what they are for."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -20,7 +23,7 @@ class Allocation:
     phase: str
     born: int
     died: int | None = None
-    part: str = ""  # "parameters", "gradients", "optimizer"; otherwise "activations"
+    part: str = ""  # "parameters", "gathered parameters", "gradients", "optimizer"; otherwise "activations"
 
 
 class LiveMemory:
@@ -38,36 +41,38 @@ class LiveMemory:
 
     def see(self, tensors: Iterable[Tensor], phase: str) -> None:
         for tensor in tensors:
-            if is_traceable_wrapper_subclass(tensor):  # such as a DTensor: its own part is seen by itself
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            known = self._live.get(key)
-            if known is not None:
-                if known.size != storage.nbytes():
-                    self._resize(known, storage.nbytes())
-            else:
-                self._clock += 1
-                allocation = Allocation(storage.nbytes(), phase, self._clock)
-                self._live[key] = allocation
-                self._history.append(allocation)
-                weakref.finalize(storage, self._free, key).atexit = False
-                self._grow(allocation.size)
-                known = allocation
-            if not known.part and isinstance(tensor, Parameter):
-                self._note_parameter(tensor, known)
+            for plain in _plain_tensors(tensor):
+                known = self._find(plain.untyped_storage(), phase)
+                if not known.part and isinstance(tensor, Parameter):
+                    known.part = "parameters"
+                    self._parameters[id(tensor)] = weakref.ref(tensor)
 
     def note(self, tensors: Any, part: str) -> None:
         """Say what these tensors are for."""
         for tensor in tensors_in(tensors):
-            if (known := self._live.get(tensor.untyped_storage()._cdata)) is not None:
-                known.part = part
+            for plain in _plain_tensors(tensor):
+                if (known := self._live.get(plain.untyped_storage()._cdata)) is not None:
+                    known.part = part
 
     def note_gradients(self) -> None:
         """Find the gradients of the parameters that were seen. Called before something may free them."""
         for reference in self._parameters.values():
             if (parameter := reference()) is not None and parameter.grad is not None:
                 self.note(parameter.grad, "gradients")
+
+    @contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """See `storage.resize_`, which is no op. FSDP2 frees and allocates the parameters that it gathers in this way."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            if storage._cdata in self._live:
+                self._resize(storage._cdata, size).part = "gathered parameters"
+            return result
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
+            yield
 
     def reset_peak(self) -> None:
         self.peak, self._peak_clock = self.now, self._clock
@@ -80,19 +85,27 @@ class LiveMemory:
     def parts_now(self) -> dict[str, int]:
         return _by_part(self._live.values())
 
-    def _note_parameter(self, tensor: Tensor, allocation: Allocation) -> None:
-        allocation.part = "parameters"
-        self._parameters[id(tensor)] = weakref.ref(tensor)
+    def _find(self, storage: torch.UntypedStorage, phase: str) -> Allocation:
+        key, size = storage._cdata, storage.nbytes()
+        known = self._live.get(key)
+        if known is None:
+            weakref.finalize(storage, self._free, key).atexit = False
+            return self._allocate(key, size, phase)
+        return known if known.size == size else self._resize(key, size)
 
-    def _grow(self, size: int) -> None:
+    def _allocate(self, key: int, size: int, phase: str, part: str = "") -> Allocation:
+        self._clock += 1
+        allocation = self._live[key] = Allocation(size, phase, self._clock, part=part)
+        self._history.append(allocation)
         self.now += size
         if self.now > self.peak:
             self.peak, self._peak_clock = self.now, self._clock
+        return allocation
 
-    def _resize(self, allocation: Allocation, size: int) -> None:
-        self._clock += 1
-        change, allocation.size = size - allocation.size, size
-        self._grow(change)
+    def _resize(self, key: int, size: int) -> Allocation:
+        old = self._live[key]
+        self._free(key)
+        return self._allocate(key, size, old.phase, old.part)
 
     def _free(self, key: int) -> None:
         allocation = self._live.pop(key, None)
@@ -102,10 +115,20 @@ class LiveMemory:
             self.now -= allocation.size
 
 
+def _plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensor itself, or those that a subclass is made of: a DTensor holds its own part."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    inner = [getattr(tensor, name) for name in names]
+    return [plain for x in inner if isinstance(x, Tensor) for plain in _plain_tensors(x)]
+
+
 def _by_part(allocations: Iterable[Allocation]) -> dict[str, int]:
     """Bytes by part. Activations and temporary tensors are split by the phase that made them."""
     parts: dict[str, int] = {}
     for allocation in allocations:
-        part = allocation.part or f"activations ({allocation.phase})"
-        parts[part] = parts.get(part, 0) + allocation.size
+        if allocation.size:
+            part = allocation.part or f"activations ({allocation.phase})"
+            parts[part] = parts.get(part, 0) + allocation.size
     return dict(sorted(parts.items(), key=lambda item: -item[1]))

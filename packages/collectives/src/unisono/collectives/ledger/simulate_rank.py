@@ -1,8 +1,11 @@
 """simulate_rank: what one rank of many does on a GPU, counted in one process without a GPU."""
 
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +18,6 @@ from unisono.collectives.ledger.autograd_engine import PythonEngine
 from unisono.collectives.ledger.distributed_data_parallel import simulated_ddp
 from unisono.collectives.ledger.fake_device import HostCalls, fake_cuda, fake_tensor_mode, tolist_of
 from unisono.collectives.ledger.ledger import Ledger, OnSync, counting
-from unisono.collectives.ledger.patching import patched
 
 
 @contextmanager
@@ -33,8 +35,9 @@ def simulate_rank(
 
     Tensors inside are fake: they have a device, a dtype and a shape, and no data. Collectives return at once. Everything else
     is real code, also of other libraries: models, `loss.backward()`, `torch.autograd.grad`, optimizers, autocast, GradScaler,
-    DistributedDataParallel. A value that the code reads from the device is 1 or True, and selections by data (nonzero,
-    unique, a boolean index) select everything. A model that was built before may be moved inside by `.cuda()`; it stays fake.
+    checkpointing, DistributedDataParallel, FSDP2. What torch.compile compiled runs as it was written. A value that the code
+    reads from the device is 1 or True, and selections by data (nonzero, unique, a boolean index) select everything. A model
+    that was built before may be moved inside by `.cuda()`; it stays fake.
 
     Arguments:
         device: "cuda", or "cpu" to compare with a real run on CPUs.
@@ -70,12 +73,32 @@ def simulate_rank(
                 fake_cuda(ledger, rank=rank, devices=devices_per_host, memory=device_memory, capability=device_capability)
             )
             stack.enter_context(PythonEngine(ledger).use())
-            stack.enter_context(patched(dist, "get_backend", lambda group=None: "nccl"))  # code that asks goes NCCL's way
+            stack.enter_context(mock.patch.object(dist, "get_backend", _nccl))  # code that asks goes NCCL's way
         stack.enter_context(HostCalls(ledger))
-        stack.enter_context(patched(FakeTensor, "tolist", tolist_of(ledger)))
+        stack.enter_context(mock.patch.object(FakeTensor, "tolist", tolist_of(ledger)))
         stack.enter_context(simulated_ddp(ledger))
+        stack.enter_context(_without_compiler())
         stack.enter_context(counting(ledger, fake=True))
         yield ledger
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Run compiled code as it was written: the compiler runs fake tensors of its own, and aborts the process on ours."""
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        warnings.warn("simulate_rank: torch.compile is left out, so the kernels of the eager code are counted", stacklevel=2)
+        return (lambda decorated: decorated) if model is None else model
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "compile", compile))
+        if "torch._dynamo" in sys.modules:  # then something may be compiled already; otherwise the import would take seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def _nccl(group: object = None) -> str:
+    return "nccl"
 
 
 @contextmanager
