@@ -166,6 +166,13 @@ def test_unsharded_id_maps_know_the_ids_of_all_ranks(ranks):
     assert ranks(known_ids_of_all_ranks, world_size=3) == [expected] * 3
 
 
+def test_outputs_in_one_tensor():
+    collection = EmbeddingCollection([Table("a", 9, 4), Table("b", 9, 4, ["b", "c"])])
+    batch = {name: torch.arange(3) + k for k, name in enumerate("cab")}
+    for module in (unshard(collection), quantize(collection)):
+        assert torch.equal(module(batch, stack=True), torch.stack(list(module(batch).values()), 1))
+
+
 def test_bad_input():
     small = quantize(make_collection())
     with pytest.raises(UnknownFeature, match="missing features: y, z, m, n"):

@@ -104,11 +104,9 @@ class EmbeddingTables(nn.Module):
             ids: The ids of all features, or of some of them.
             frozen: Change nothing: the tables get no gradient, and new ids no rows.
         """
-        if self.maps is not None:
-            ids = self._map_ids(ids, frozen)
+        rows = self._map_ids(ids, frozen)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-            collection = self.collection if self.inference is None else self.inference
-            found: dict[str, Any] = collection({**self._empty_ids(ids), **ids})
+            found: dict[str, Any] = self._current({**self._empty_ids(ids), **rows})
         return {name: found[name] for name in ids}
 
     def prefetch(self, ids: Mapping[str, Ids]) -> None:
@@ -132,9 +130,14 @@ class EmbeddingTables(nn.Module):
         if isinstance(self.maps, IdMapCollection):
             self.maps = unshard(self.maps)
 
-    def _map_ids(self, ids: Mapping[str, Ids], frozen: bool) -> dict[str, Ids]:
-        """The rows of ids. Rows that go to other ids are reset."""
-        assert self.maps is not None
+    @property
+    def _current(self) -> EmbeddingCollection | InferenceCollection:
+        return self.collection if self.inference is None else self.inference
+
+    def _map_ids(self, ids: Mapping[str, Ids], frozen: bool) -> Mapping[str, Ids]:
+        """The rows of ids, if they are mapped. Rows that go to other ids are reset."""
+        if self.maps is None:
+            return ids
         self.maps.train(self.training and not frozen)
         rows: dict[str, Ids] = self.maps(ids)
         if isinstance(self.maps, IdMapCollection):

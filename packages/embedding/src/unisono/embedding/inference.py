@@ -61,7 +61,8 @@ def unshard(collection: EmbeddingCollection | IdMapCollection) -> "InferenceColl
 class InferenceCollection(nn.Module):
     """Looks up and pools as EmbeddingCollection does, with the same arguments and results, in one process.
 
-    Make it by `quantize` or `unshard`; or make an empty one for `load_state_dict`.
+    Make it by `quantize` or `unshard`; or make an empty one for `load_state_dict`. `forward(features, stack=True)` returns one
+    tensor (bags, features, dim), with the features in the order of the dict.
 
     Args:
         tables: Those of the EmbeddingCollection.
@@ -91,7 +92,7 @@ class InferenceCollection(nn.Module):
             for output, name in zip(outputs, [t.name for t in tables if feature in t.features], strict=True)
         }
 
-    def forward(self, features: Features) -> dict[str, Tensor | Ragged]:
+    def forward(self, features: Features, *, stack: bool = False) -> dict[str, Tensor | Ragged] | Tensor:
         checks = not torch.compiler.is_compiling()
         if checks and (error := feature_name_error(features, self._outputs)):
             raise UnknownFeature(f"{type(self).__name__}: {error}")
@@ -104,8 +105,8 @@ class InferenceCollection(nn.Module):
                 if checks:
                     table.validate(feature, bags)
                 pooled = table(bags)
-                found[output] = pooled if table.table.mode else Ragged(pooled, bags.offsets)
-        return found
+                found[output] = pooled if table.table.mode or stack else Ragged(pooled, bags.offsets)
+        return torch.stack([x for x in found.values() if isinstance(x, Tensor)], 1) if stack else found
 
 
 class InferenceTable(nn.Module):
