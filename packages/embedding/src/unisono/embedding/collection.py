@@ -155,6 +155,22 @@ class EmbeddingCollection(EngineModule):
         for name, value in first_states.items():
             module.states[name][own] = value[:1]
 
+    def copy_rows(self, smaller: "EmbeddingCollection") -> None:
+        """Copy the rows of a collection whose tables have as many rows or fewer, with the state of its optimizer.
+
+        So tables grow: make a larger collection and copy the rows. New rows keep their initial weights. All ranks call; tables
+        are gathered one after the other.
+        """
+        for name, table in smaller.tables.items():
+            own = self._table("copy_rows", name)
+            assert isinstance(table, ShardedTable)
+            if own.table.dim != table.table.dim or own.table.rows < table.table.rows:
+                shapes = [(x.table.rows, x.table.dim) for x in (table, own)]
+                raise ValueError(
+                    f"{type(self).__name__}.copy_rows: table {name!r} of shape {shapes[0]} does not fit in {shapes[1]}"
+                )
+            own.copy_rows(table)
+
     def _read(self, features: Features) -> tuple[dict[str, Ragged], str]:
         """The input of each output as Ragged, and what is wrong with it: all ranks have to raise together."""
         if not isinstance(features, Mapping):

@@ -148,8 +148,21 @@ class ShardedTable(nn.Module):
     def _gather(self, shard: Tensor) -> Tensor:
         if self.layout.is_replicated or self.ranks.size == 1:
             return shard.clone()
-        shape = (self.table.rows, self.table.dim)
+        shape = (self.table.rows, self.table.dim)[: shard.ndim]
         return _gather_dtensor(_as_dtensor(shard, self.layout, self.ranks, shape, connected=False), self.ranks)
+
+    @torch.no_grad()
+    def copy_rows(self, other: "ShardedTable") -> None:
+        """Copy the rows of a table that has as many or fewer, with the state of its optimizer, if both have one. All ranks call."""
+        box = self.box
+        end = max(box.row, min(box.row_end, other.table.rows))
+        given = other._entries()
+        for name, own in self._entries().items():
+            if name in given and own.ndim == 0:
+                own.copy_(given[name])
+            elif name in given:
+                rows = other._gather(given[name])[box.row : end]
+                own[: end - box.row] = rows[:, box.column : box.column_end] if own.ndim == 2 else rows
 
     def _entries(self) -> dict[str, Tensor]:
         return {"weight": self.local, **self.states}
