@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from unisono.collectives import MismatchError, count_bytes, global_mean
+from unisono.collectives import MismatchError, count_bytes, global_mean, simulate_rank
 from unisono.collectives.testing import RankPool
 from unisono.dataparallel import GradientSync, sync_gradients
 
@@ -402,6 +402,102 @@ def test_overlap_is_right_in_every_order(ranks):
         ranks(overlap_cases, world_size=world_size)
 
 
+def sends_when_complete():
+    """A bucket leaves when its last gradient comes, whichever that is: here others than in the step before."""
+    parameters = [parameter(1.0 + i) for i in range(4)]
+    sync = GradientSync(parameters, bucket_bytes=24)  # [3, 2, 1], and [0], which leaves at the end of the block
+    sent = []
+    for order in ((3, 2, 1, 0), (3, 2, 1, 0), (1, 3, 2, 0), (1, 2, 3, 0), (2, 3, 1, 0)):
+        for p in parameters:
+            p.grad = None
+        with count_bytes() as traffic, sync.overlap():
+            hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in parameters)
+            for i in order:
+                sent.append("all_reduce" in traffic.by_op)
+                (parameters[i] * (i + 1.0) * (dist.get_rank() + 1)).sum().backward()
+        assert [p.grad.item() for p in parameters] == [1.5, 3.0, 4.5, 6.0]
+        assert hooks == (0 if len(sent) == 4 else 2), "one for each bucket, after the first block"
+    assert sent == [False] * 4 + [False, False, False, True] * 4
+
+
+def test_overlap_sends_a_bucket_when_its_last_gradient_comes(ranks):
+    ranks(sends_when_complete, world_size=2)
+
+
+def asks_once():
+    """A block has one survey. A second one follows on all ranks if the gradients of any rank are not as expected."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parameters = [parameter(1.0 + i) for i in range(3)]
+    rest = parameter(9.0)
+    sync = GradientSync([*parameters, rest], bucket_bytes=16)
+    surveys = []
+    start = sync._start_survey
+    sync._start_survey = lambda step, *args: (surveys.append(step.split(",")[0]), start(step, *args))[1]
+
+    def block(change, factors):
+        surveys.clear()
+        for p in (*parameters, rest):
+            p.grad = None
+        with sync.overlap():
+            sum(p * (rank + 1) for p in parameters).sum().backward()
+            if rank == world - 1:
+                change()
+        mean = (world + 1) / 2
+        assert [p.grad.item() for p in parameters] == pytest.approx([mean + extra / world for extra in factors])
+        return list(surveys)
+
+    nothing = [0.0] * 3
+    both = ["overlap", "end of overlap"]
+    assert block(lambda: None, nothing) == both, "the first block expects nothing yet"
+    assert block(lambda: None, nothing) == ["overlap"] and rest.grad is None
+    assert block(lambda: parameters[2].grad.add_(6), [0, 0, 6]) == both, "late, in a bucket that was sent"
+    assert block(lambda: parameters[0].grad.add_(6), [6, 0, 0]) == ["overlap"], "in the bucket that leaves last"
+    assert block(lambda: setattr(parameters[1], "grad", None), [0, -world, 0]) == both
+    assert block(lambda: rest.sum().backward(), nothing) == both and rest.grad.item() == 1 / world
+    assert block(lambda: None, nothing) == both, "rest is expected now, and missing on all ranks"
+    assert rest.grad is None
+    assert block(lambda: None, nothing) == ["overlap"]
+
+
+def test_overlap_asks_a_second_time_only_if_gradients_are_unexpected(ranks):
+    for world_size in (2, 3):
+        ranks(asks_once, world_size=world_size)
+
+
+def large_gradients(how):
+    """They are reduced in their own memory, or exchange it with the bucket. What others know of that memory stays right."""
+    rank = dist.get_rank()
+    large, small, other = (nn.Parameter(torch.zeros(n)) for n in (2**20, 5, 2**20))
+    sync = GradientSync([small, large, other])
+    kept, seen = [], {}
+
+    def alias(p):
+        if p.grad is not None and len(kept) in seen:
+            seen[len(kept)] = p.grad.numpy() if len(kept) == 1 else p.grad[:3] if len(kept) == 2 else p.grad
+
+    for step in range(5):
+        for p in (large, small, other):
+            p.grad = None
+        seen[step] = None
+        with sync.overlap() if how == "overlap" else nullcontext():
+            ((large.sum() + other.sum()) * (rank + step) + small.sum() * rank).backward()
+            alias(large)
+        if how == "call":
+            sync()
+        assert (large.grad == 0.5 + step).all() and (other.grad == 0.5 + step).all() and (small.grad == 0.5).all()
+        assert seen[step] is None or float(seen[step][0]) == 0.5 + step, "an alias sees the mean"
+        kept.append(large.grad)
+        assert [float(grad[-1]) for grad in kept] == [0.5 + k for k in range(step + 1)], "a gradient that is kept stays"
+        users = torch._C._storage_Use_Count(other.grad.untyped_storage()._cdata)
+        assert users == 2, "p.grad and the storage here: nothing else holds the memory when p.grad is set to None"
+    assert large.grad.untyped_storage().nbytes() == 2**22
+
+
+@pytest.mark.parametrize("how", ["call", "overlap"])
+def test_large_gradients_are_not_copied_back(ranks, how):
+    ranks(large_gradients, how, world_size=2)
+
+
 def raises_inside():
     p, q = parameter(1.0), parameter(2.0)
     sync = GradientSync([p, q], bucket_bytes=8)
@@ -423,13 +519,13 @@ def test_an_error_inside_overlap_propagates(ranks):
 
 def raises_here_sooner_than_there():
     """On one rank a bucket has left, on the other none: the next sync would take the old one for a new one."""
-    p = parameter(1.0)
-    sync = GradientSync([p], group=dist.new_group(timeout=timedelta(seconds=20)))
-    p.square().sum().backward()
+    p, q = parameter(1.0), parameter(2.0)
+    sync = GradientSync([p, q], bucket_bytes=8, group=dist.new_group(timeout=timedelta(seconds=20)))
+    (p * q).sum().backward()
     sync()
     with suppress(ZeroDivisionError), sync.overlap():
         if dist.get_rank() == 0:
-            (p * 1000).sum().backward()
+            (p * q * 1000).sum().backward()  # the last bucket waits for the end of the block
         raise ZeroDivisionError
     with pytest.raises(MismatchError, match=r"after blocks that raised when 1 buckets had been sent"):
         sync()
@@ -642,6 +738,48 @@ def fake_world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+SIZES = [300, 2**20, 700, 2**22, 100, 2**22, 2**21, 2**19, 900, 2**21]  # of parameters: 54 MiB
+
+
+def costs_of_a_step(how, world_size):
+    with simulate_rank(world_size, 1) as ledger:
+        model = nn.ParameterList(nn.Parameter(torch.empty(n, device="cuda")) for n in SIZES)
+        sync = GradientSync(model.parameters(), compare_weights=False)
+        wrapped = DistributedDataParallel(Sum(model)) if how == "DDP" else Sum(model)
+        for _ in range(2):
+            wrapped.zero_grad()
+            loss = wrapped(torch.ones((), device="cuda"))
+            with ledger.phase(f"step {_}"), sync.overlap() if how == "overlap" else nullcontext():
+                loss.backward()
+            with ledger.phase(f"sync {_}"):
+                sync() if how == "call" else None
+    return [ledger.phases["step 1"], ledger.phases["sync 1"]]
+
+
+class Sum(nn.Module):
+    def __init__(self, parameters):
+        super().__init__()
+        self.weights = parameters
+
+    def forward(self, x):
+        return sum((p * x).sum() for p in self.weights)
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
+@pytest.mark.parametrize("how", ["call", "overlap"])
+def test_a_step_on_gpus_has_no_host_sync_and_no_more_kernels_and_collectives_than_ddp(how):
+    kernels = set()
+    for world_size in (8, 1024):
+        ours, ddps = costs_of_a_step(how, world_size), costs_of_a_step("DDP", world_size)
+        assert [part.host_syncs for part in ours] == [[], []]
+        counts = [sum(part.collectives["all_reduce"].calls for part in costs if part.collectives) for costs in (ours, ddps)]
+        assert counts[0] <= counts[1], counts
+        kernels.add(sum(part.kernels for part in ours))
+        assert max(kernels) <= sum(part.kernels for part in ddps)
+        assert {op for part in ours for op in part.collectives} == {"all_reduce"}
+    assert len(kernels) == 1, "they do not grow with the number of ranks"
+
+
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
 def test_placement_on_fake_cuda(fake_world):
     """Mixing devices, or reading a value from the GPU, raises on fake tensors."""
@@ -659,5 +797,5 @@ def test_placement_on_fake_cuda(fake_world):
             pass
     assert traffic.by_op["all_reduce"].calls == 3 + 3 + 1, "small is not expected in the block, and goes when it is left"
     assert [p.grad for p in parameters] == kept
-    assert {str(device) for device, _, _ in sync._buffers.tensors} == {"cuda:0", "cuda:1", "cpu"}
+    assert {str(device) for device, _, _ in sync._buffers.tensors} == {"cuda:0", "cuda:1"}, "alone on the CPU: no buffer"
     assert all(buffer.device == device for (device, _, _), buffer in sync._buffers.tensors.items())

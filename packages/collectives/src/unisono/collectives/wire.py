@@ -405,9 +405,9 @@ def start_small_all_gather(message: Tensor, pg: ProcessGroup) -> Callable[[], Te
 def _all_gather_rounds(message: Tensor, pg: ProcessGroup) -> Iterator[Tensor]:
     """Yield twice: when the first messages are on their way, and, after the last ones, the messages of all ranks.
 
-    On gloo this is Bruck's algorithm: in each round a rank sends all that it has to three others and so has four times as
-    much. That is one round for up to four ranks, and 15 messages in five rounds for 1,024, where gloo's own all_gather
-    takes 1,023 steps one after another, and direct messages to all take 1,023 calls.
+    On gloo, up to four ranks exchange direct messages. From there on this is Bruck's algorithm: in each round a rank sends
+    all that it has to three others and so has four times as much. That is 15 messages in five rounds for 1,024 ranks, where
+    gloo's own all_gather takes 1,023 steps one after another, and direct messages to all take 1,023 calls.
     """
     rank, size = pg.rank(), pg.size()
     if is_staged(message.device, pg) or backend_for(message.device, pg) != "gloo":
@@ -415,6 +415,16 @@ def _all_gather_rounds(message: Tensor, pg: ProcessGroup) -> Iterator[Tensor]:
         work = dist.all_gather_single(out.view(-1), message, group=pg, async_op=True)
         yield out
         if work is not None:
+            work.wait()
+        yield out
+        return
+    if size <= _RADIX:
+        out = message.new_empty((size, message.numel()))
+        rows = out.unbind()
+        works = _start_exchange([message] * size, rows, pg)
+        rows[rank].copy_(message)
+        yield out
+        for work in works:
             work.wait()
         yield out
         return
@@ -433,8 +443,6 @@ def _all_gather_rounds(message: Tensor, pg: ProcessGroup) -> Iterator[Tensor]:
         for work in pending:
             work.wait()
         known *= _RADIX
-    if size == 1:
-        yield blocks
     yield blocks.roll(rank, 0)
 
 

@@ -3,21 +3,25 @@
 BucketLauncher sends them during backward: each as soon as its gradients exist, in the same order on every rank.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from unisono.collectives.groups import GroupRanks, process_group
 from unisono.collectives.wire import start_all_reduce
 
 _MANY_SMALL = 2**15  # below this mean size of gradients, scaling a whole bucket once is faster than scaling each copy
-_FIRST = 2**20  # bytes of the first bucket
+_FIRST = 2**20  # bytes from which the first bucket is sent
 _WORTH_NO_COPY = 2**14  # elements from which a single gradient is reduced in place
+_ALONE = 2**22  # bytes from which, on a CPU, a message of its own takes less time than a copy into a bucket and back
 
 
 class GradientSpec(NamedTuple):
@@ -53,11 +57,20 @@ class Buffers:
 class Bucket:
     """Gradients of one device and dtype in one flat tensor.
 
-    `members`: their places in `specs`. Call fill, start and wait; then `views` holds the sums over the ranks.
+    `members`: their places in `specs`. `at_least`: elements of a slot that other buckets use, too; None if it is not shared.
+    Call fill, start and wait; then `views` holds the sums over the ranks. A bucket with a flag has one element more: after
+    wait(), flag_is_up() says on every rank whether any rank has called raise_flag().
     """
 
     def __init__(
-        self, members: Sequence[int], specs: Sequence[GradientSpec], buffers: Buffers, slot: int, at_least: int
+        self,
+        members: Sequence[int],
+        specs: Sequence[GradientSpec],
+        buffers: Buffers,
+        slot: int,
+        at_least: int | None,
+        *,
+        has_flag: bool = False,
     ) -> None:
         self.members = tuple(members)
         self.shapes = [specs[member].shape for member in members]
@@ -73,6 +86,11 @@ class Bucket:
         self._work: torch.distributed.Work | None = None
         self.views: list[Tensor] = []
         self.in_place = False
+        self.has_flag = has_flag
+        self._flag = torch.empty(0)
+        # whether its memory can become that of its gradient
+        self._is_exchangeable = at_least is None and len(self.members) == 1 and not has_flag and self.device.type == "cpu"
+        self.last_to_come = len(self.members) - 1  # the gradient that backward computed last: the one of the first parameter
 
     def needs_no_copy(self, grads: Sequence[Tensor | None]) -> bool:
         """Return whether this is a single large gradient that can be scaled and reduced where it is."""
@@ -92,6 +110,8 @@ class Bucket:
                 self._wire.mul_(scale)
             return
         self._wire = self._allocate()
+        if self.has_flag:
+            self._flag.zero_()
         self.views = self._own_views
         present = [grad for grad in grads if grad is not None]
         views = self.views
@@ -107,8 +127,24 @@ class Bucket:
             if scale != 1:
                 self._wire.mul_(scale)
 
+    def raise_flag(self) -> None:
+        self._flag.fill_(1)
+
+    def flag_is_up(self) -> bool:
+        """Return whether any rank has raised it. On an accelerator, the host would wait for the device."""
+        return bool(self._flag)
+
+    def exchange(self, grad: Tensor) -> bool:
+        """Give the memory with the sum to `grad` and take that of `grad` instead of a copy. Return whether it was possible."""
+        if not (self._is_exchangeable and _is_the_only_one(grad)):
+            return False
+        mine, grad.data = grad.data, self.views[0]
+        self.views = []  # the bucket must not hold the memory of the gradient any longer
+        self._own_views, self._own_wire = [mine], _real(mine.view(-1))
+        return True
+
     def start(self, pg: ProcessGroup) -> None:
-        if self._wire is not None and self.numel:
+        if self._wire is not None and self._wire.numel():
             self._work = start_all_reduce(self._wire, pg)
 
     def wait(self) -> None:
@@ -120,8 +156,13 @@ class Bucket:
     def _allocate(self) -> Tensor:
         """Return the flat tensor. Its memory is taken when first needed: a gradient that is reduced in place needs none."""
         if self._own_wire is None:
-            flat = self._buffers.take(self.device, self.dtype, self._slot, max(self.numel, self._at_least))[: self.numel]
-            parts = flat.split_with_sizes(self.sizes)
+            length = self.numel + self.has_flag
+            if self._is_exchangeable:
+                flat = torch.empty(length, dtype=self.dtype, device=self.device)
+            else:
+                flat = self._buffers.take(self.device, self.dtype, self._slot, max(length, self._at_least or 0))[:length]
+            parts = flat[: self.numel].split_with_sizes(self.sizes)
+            self._flag = flat[self.numel :] if self.has_flag else self._flag
             self._own_views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
             self._own_wire = _real(flat)
         return self._own_wire
@@ -130,47 +171,53 @@ class Bucket:
 def plan_buckets(specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int) -> list[list[int]]:
     """Return which of the `members` share a bucket, in the order in which the buckets become complete.
 
-    Backward makes the gradients of the last parameters first. A bucket has one device and one dtype and at most
-    `bucket_bytes`, unless a single gradient is larger. The first of several is smaller, so that communication starts early.
+    Backward makes the gradients of the last parameters first. A bucket has one device and one dtype and is complete when it
+    has `bucket_bytes`, as in DDP; the first of several is complete earlier. Large gradients are alone, which spares copies.
     """
     filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    used: dict[tuple[torch.device, torch.dtype], int] = {}
-    totals = _total_bytes(specs, members)
+    totals: Counter[tuple[torch.device, torch.dtype]] = Counter()
+    for member in members:
+        totals[specs[member].device, specs[member].dtype] += specs[member].nbytes
     limits = {kind: bucket_bytes if total <= bucket_bytes else min(bucket_bytes, _FIRST) for kind, total in totals.items()}
+    used = dict.fromkeys(totals, 0)
     full: list[list[int]] = []
     for member in sorted(members, reverse=True):
         spec = specs[member]
         kind = spec.device, spec.dtype
-        if kind in filling and used[kind] + spec.nbytes > limits[kind]:
+        if spec.nbytes >= (min(_ALONE, bucket_bytes) if spec.device.type == "cpu" else bucket_bytes):
+            full.append([member])
+            continue
+        filling.setdefault(kind, []).append(member)
+        used[kind] += spec.nbytes
+        if used[kind] >= limits[kind]:
             full.append(filling.pop(kind))
             used[kind] = 0
             limits[kind] = bucket_bytes
-        filling.setdefault(kind, []).append(member)
-        used[kind] = used.get(kind, 0) + spec.nbytes
     return sorted([*full, *filling.values()], key=lambda bucket: -bucket[-1])
 
 
 def make_buckets(
     specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int, buffers: Buffers, slots: int | None
 ) -> list[Bucket]:
-    """Return the buckets of `plan_buckets`. They take turns in `slots` pieces of memory; with slots=None each has its own."""
-    totals = _total_bytes(specs, members)
+    """Return the buckets of `plan_buckets`. They take turns in `slots` pieces of memory.
+
+    With slots=None each has its own, and the last one has a flag if it is on a CPU.
+    """
+    plan = plan_buckets(specs, members, bucket_bytes)
+    if slots is None:
+        flagged = len(plan) - 1 if plan and specs[plan[-1][0]].device.type == "cpu" else None
+        return [Bucket(bucket, specs, buffers, place, None, has_flag=place == flagged) for place, bucket in enumerate(plan)]
+    sizes = [sum(specs[member].shape.numel() for member in bucket) for bucket in plan]
+    kinds = [specs[bucket[0]][1:] for bucket in plan]
+    rooms = dict.fromkeys(kinds, 0)
+    for kind, size, bucket in zip(kinds, sizes, plan, strict=True):
+        rooms[kind] = max(rooms[kind], size if len(bucket) > 1 else 0)
     buckets = []
-    for place, bucket in enumerate(plan_buckets(specs, members, bucket_bytes)):
-        slot = place % slots if slots else place
-        room = min(totals[specs[bucket[0]].device, specs[bucket[0]].dtype], bucket_bytes)
-        if sum(specs[member].nbytes for member in bucket) > room:
-            slot = -1 - slot  # its own memory: the other slots have another size
-        buckets.append(Bucket(bucket, specs, buffers, slot, room // specs[bucket[0]].dtype.itemsize))
+    for place, (kind, size, bucket) in enumerate(zip(kinds, sizes, plan, strict=True)):
+        turn = place % slots
+        slot = turn if size <= rooms[kind] else -1 - turn  # its own memory: the other slots have another size
+        buckets.append(Bucket(bucket, specs, buffers, slot, rooms[kind]))
     return buckets
-
-
-def _total_bytes(specs: Sequence[GradientSpec], members: Collection[int]) -> dict[tuple[torch.device, torch.dtype], int]:
-    totals: dict[tuple[torch.device, torch.dtype], int] = {}
-    for member in members:
-        _, dtype, device = specs[member]
-        totals[device, dtype] = totals.get((device, dtype), 0) + specs[member].nbytes
-    return totals
 
 
 def _can_reduce_in_place(grad: Tensor) -> bool:
@@ -184,9 +231,38 @@ def _can_reduce_in_place(grad: Tensor) -> bool:
     )
 
 
+def _is_the_only_one(grad: Tensor) -> bool:
+    """Return whether `grad` is known only as p.grad, and nothing else knows its memory, not even numpy or DLPack."""
+    storage = grad.untyped_storage()
+    return (
+        grad._use_count() == 2  # p.grad, and `grad` itself
+        and torch._C._storage_Use_Count(storage._cdata) == 2  # `grad` and `storage`
+        and storage.resizable()
+        and grad.is_contiguous()
+        and not (grad.requires_grad or grad.is_conj() or grad.is_neg())
+    )
+
+
 def _real(x: Tensor) -> Tensor:
     """View complex numbers as real ones: backends add those only."""
     return torch.view_as_real(x) if x.is_complex() else x
+
+
+class GradientState(NamedTuple):
+    """The gradients of some parameters at one time, to find out later which of them have changed."""
+
+    grads: list[Tensor | None]
+    versions: list[int]
+
+    @classmethod
+    def now(cls, parameters: Iterable[Tensor]) -> Self:
+        grads = [p.grad for p in parameters]
+        return cls(grads, [0 if grad is None else grad._version for grad in grads])
+
+    def changes(self, later: "GradientState") -> list[bool]:
+        """Say for each gradient whether it is another tensor later, or was written in between."""
+        pairs = zip(*self, *later, strict=True)
+        return [a is not b or version != later_version for a, version, b, later_version in pairs]
 
 
 class BucketLauncher:
@@ -195,6 +271,9 @@ class BucketLauncher:
     `agreed` is asked before the first bucket is sent: where ranks are about to send different buckets, none is sent. It waits
     for a message that had the time of the first gradients to arrive. Hooks may run in any of autograd's threads, one for each
     device.
+
+    A bucket with a flag is sent by launch_rest(). Its flag is raised if this rank's gradients are not exactly those that the
+    buckets hold, all dense, or if one has changed after it was sent.
     """
 
     def __init__(
@@ -206,7 +285,6 @@ class BucketLauncher:
         ranks: GroupRanks,
         agreed: Callable[[], bool],
     ) -> None:
-        self.parameters = parameters
         self.specs = specs
         self.buckets = buckets
         self.scale = scale
@@ -214,72 +292,97 @@ class BucketLauncher:
         self.launched = 0
         self._agreed = agreed
         self._lock = Lock()
-        self._missing = [{parameters[member] for member in bucket.members} for bucket in buckets]
-        self._streams: list[set[torch.Stream]] = [set() for _ in buckets]
-        self._sent: dict[int, tuple[Tensor | None, int]] = {}  # the gradient that was sent, and its version
+        self._parameters = [[parameters[member] for member in bucket.members] for bucket in buckets]
+        self._before = [GradientState.now(members) for members in self._parameters]
+        self._sent: list[GradientState] = []
+        self._is_usual = True  # every bucket was sent with all its gradients, and there are no others
+        self._unexpected: list[Tensor] = []
+        if sum(len(bucket.members) for bucket in buckets) < len(parameters):
+            expected = {member for bucket in buckets for member in bucket.members}
+            self._unexpected = [p for place, p in enumerate(parameters) if place not in expected]
+        self._complete = [False for _ in buckets]
+        self._streams: dict[Tensor, torch.Stream] = {}  # on which the gradient was computed, if not on a CPU
+        self._handles: list[RemovableHandle] = []
 
     @contextmanager
     def sending_during_backward(self) -> Iterator[None]:
         """Send each bucket as soon as its gradients exist, while the block runs."""
-        handles = []
         try:
             for place, bucket in enumerate(self.buckets):
-                hook = self._hook(place)
-                handles += [self.parameters[member].register_post_accumulate_grad_hook(hook) for member in bucket.members]
+                if bucket.device.type != "cpu":
+                    self._handles += [p.register_post_accumulate_grad_hook(self._note_stream) for p in self._parameters[place]]
+                self._await(place, bucket.last_to_come)
             yield
         finally:
-            for handle in handles:
+            for handle in self._handles:
                 handle.remove()
 
     def launch_rest(self) -> None:
         """Send the remaining buckets, with zeros for gradients that were not computed."""
-        self._launch_while(lambda: True)
+        self._complete = [True for _ in self.buckets]
+        self._launch_complete()
 
     def late(self) -> list[int]:
         """Return the members whose p.grad has changed after it was sent."""
-        now = ((member, self.parameters[member].grad, sent) for member, sent in self._sent.items())
-        return [member for member, grad, (sent, version) in now if grad is not sent or _version(grad) != version]
+        late: list[int] = []
+        for bucket, parameters, sent in zip(self.buckets, self._parameters, self._sent, strict=False):
+            late += compress(bucket.members, sent.changes(GradientState.now(parameters)))
+        return late
 
-    def _hook(self, place: int) -> Callable[[Tensor], None]:
-        missing = self._missing[place]
+    def _await(self, place: int, which: int) -> None:
+        """Send bucket `place` when its gradient `which`, and all others, have been computed.
 
-        def is_complete() -> bool:
-            return not self._missing[self.launched]
+        The hook waits for the gradient that came last in the step before. If others are missing when it has come, the next
+        hook waits for one of them. That takes far less time than a hook for every gradient.
+        """
 
         def on_gradient(parameter: Tensor) -> None:
-            if parameter.device.type != "cpu":
-                with self._lock:
-                    self._streams[place].add(torch.accelerator.current_stream(parameter.device))
-            missing.discard(parameter)
-            if not missing:
-                self._launch_while(is_complete)
+            missing = self._missing(place)
+            if missing:
+                self._await(place, missing[-1])
+                return
+            self.buckets[place].last_to_come = which
+            self._complete[place] = not self.buckets[place].has_flag
+            self._launch_complete()
 
-        return on_gradient
+        self._handles.append(self._parameters[place][which].register_post_accumulate_grad_hook(on_gradient))
 
-    def _launch_while(self, is_due: Callable[[], bool]) -> None:
+    def _missing(self, place: int) -> list[int]:
+        parameters = self._parameters[place]
+        if self.buckets[place].device.type == "cpu":
+            came = self._before[place].changes(GradientState.now(parameters))
+        else:
+            came = [p in self._streams for p in parameters]
+        return [which for which, it_came in enumerate(came) if not it_came]
+
+    def _note_stream(self, parameter: Tensor) -> None:
+        self._streams[parameter] = torch.accelerator.current_stream(parameter.device)
+
+    def _launch_complete(self) -> None:
         with self._lock:
-            while self.launched < len(self.buckets) and is_due() and (self.launched or self._agreed()):
+            while self.launched < len(self.buckets) and self._complete[self.launched] and (self.launched or self._agreed()):
                 self._launch()
 
     def _launch(self) -> None:
-        bucket = self.buckets[self.launched]
-        if streams := self._streams[self.launched]:
+        bucket, parameters = self.buckets[self.launched], self._parameters[self.launched]
+        if bucket.device.type != "cpu" and (streams := {self._streams[p] for p in parameters if p in self._streams}):
             # The last gradient may have been computed on another stream than the others, or on another device.
             current = torch.accelerator.current_stream(bucket.device)
             for stream in streams - {current}:
                 current.wait_stream(stream)
-        grads = [self.parameters[member].grad for member in bucket.members]
-        for member, grad in zip(bucket.members, grads, strict=True):
-            self._sent[member] = grad, _version(grad)
+        state = GradientState.now(parameters)
         dense = [
             grad if grad is not None and self.specs[member].fits(grad) else None
-            for member, grad in zip(bucket.members, grads, strict=True)
+            for member, grad in zip(bucket.members, state.grads, strict=True)
         ]
+        self._is_usual = self._is_usual and all(grad is not None for grad in dense)
         with torch.no_grad():
             bucket.fill(dense, self.scale, in_place=False)
+            if bucket.has_flag and not self._has_sent_everything():
+                bucket.raise_flag()
             bucket.start(process_group(self.ranks))
+        self._sent.append(state)
         self.launched += 1
 
-
-def _version(grad: Tensor | None) -> int:
-    return 0 if grad is None else grad._version
+    def _has_sent_everything(self) -> bool:
+        return self._is_usual and all(p.grad is None for p in self._unexpected) and not self.late()

@@ -7,7 +7,7 @@ sent.
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from operator import is_
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -48,7 +48,8 @@ def sync_gradients(
     parameter.
 
     reduce="mean" divides by the number of ranks first, as DDP does; use it with losses of grad_reduce="mean", and "sum" with
-    grad_reduce="sum". Gradients are sent in their own dtype, in buckets of up to `bucket_bytes`.
+    grad_reduce="sum". Gradients are sent in their own dtype, in buckets of about `bucket_bytes`, as DDP does. On CPUs,
+    gradients from 4 MiB on are sent from where they are.
 
     Raises the same error on all ranks, before any gradient is touched, if the ranks have different parameters or if one
     gradient cannot be synced: one small message compares them first. DTensors and the sharded tables of unisono.embedding
@@ -113,7 +114,8 @@ class GradientSync:
             self._problem = f"reduce must be 'mean' or 'sum', got {reduce!r}"
         if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
             self._problem = f"bucket_bytes must be a positive int, got {bucket_bytes!r}"
-        self._parameters: list[Tensor] = []  # those that required a gradient in the last call
+        self._trainable: list[bool] = []  # of each given parameter, in the last call
+        self._parameters: list[Tensor] = []  # those that required a gradient
         self._specs: list[GradientSpec] = []
         self._devices: set[torch.device] = set()
         self._signature = ""
@@ -156,11 +158,12 @@ class GradientSync:
         Memory: the buckets of all gradients stay allocated between steps, as in DDP: as much again as the gradients themselves.
         A call outside of overlap() needs three buckets only.
 
-        The ranks validate the call in one small message on entering and one on leaving, without waiting for them: the first
-        must have arrived when the first bucket is ready, the second when all buckets are reduced. If the ranks disagree, the
-        first block raises on entering and later ones on leaving; no gradient is touched. If the block raises on one rank, the
-        error propagates there at once, and the gradients are as its own backward left them. The other ranks wait for its
-        buckets, and raise when its process ends or the group's timeout has passed.
+        The ranks validate the call in one small message on entering, which must have arrived when the first bucket is ready.
+        If the ranks disagree, the first block raises on entering and later ones on leaving; no gradient is touched. On CPUs
+        the last bucket is sent on leaving; it says whether some rank has other gradients than expected, and only then a second
+        message follows. On accelerators, where the host would have to wait for it, that message is always sent, beside the last
+        buckets. If the block raises on one rank, the error propagates there at once, and the gradients are as its own backward
+        left them. The other ranks wait for its buckets, and raise when its process ends or the group's timeout has passed.
         """
         ranks = self._begin()
         self._refresh()
@@ -185,17 +188,7 @@ class GradientSync:
         with self._communicating(ranks):
             launcher.launch_rest()
             entry.result()  # raises on all ranks if no bucket was sent because they disagree
-            local = find_local_gradients(self._parameters, self._specs, late=launcher.late())
-            survey = self._start_survey("end of overlap", local, ranks)
-            for bucket in buckets:
-                bucket.wait()
-            found = survey.result()
-            if ranks.size > 1:
-                arrived = (set(found.dense) & set(self._expected)) - found.late
-                for bucket in buckets:
-                    self._write_back(bucket, local.grads, arrived)
-                self._reduce_sparse(local.grads, found.sparse, ranks)
-                self._reduce_dense(local.grads, tuple(place for place in found.dense if place not in arrived), ranks)
+            found = self._receive(launcher, ranks)
         self._finish(found)
 
     def __repr__(self) -> str:
@@ -204,25 +197,24 @@ class GradientSync:
     def _begin(self) -> GroupRanks:
         if self._overlapping:
             raise RuntimeError("GradientSync: called inside its own overlap() block, which syncs when it is left")
-        trainable = [p for p in self._given if p.requires_grad]
-        if len(trainable) != len(self._parameters) or not all(map(is_, trainable, self._parameters)):
-            self._parameters = trainable
+        trainable = [p.requires_grad for p in self._given]
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._parameters = list(compress(self._given, trainable))
             self._refresh()
         return resolve_group(self.group)
 
     def _refresh(self) -> bool:
         """Return whether parameters are others than last time, or were moved or converted; then start over."""
-        if len(self._specs) == len(self._parameters) and all(map(GradientSpec.fits, self._specs, self._parameters)):
+        found = [(p.shape, p.dtype, p.device) for p in self._parameters]
+        if found == self._specs:
             return False
-        specs = [GradientSpec(p.shape, p.dtype, p.device) for p in self._parameters]
-        changed = specs != self._specs
-        if changed:
-            self._specs = specs
-            self._signature = parameter_signature(specs)
-            self._devices = {spec.device for spec in specs}
-            self._expect(())
-            self._plans = {}
-        return changed
+        self._specs = [GradientSpec(*spec) for spec in found]
+        self._signature = parameter_signature(self._specs)
+        self._devices = {spec.device for spec in self._specs}
+        self._expect(())
+        self._plans = {}
+        return True
 
     def _expect(self, dense: tuple[int, ...]) -> None:
         if dense != self._expected:
@@ -261,6 +253,36 @@ class GradientSync:
             buckets = make_buckets(self._specs, members, self.bucket_bytes, self._buffers, slots)
             self._plans[slots] = members, buckets
         return buckets
+
+    def _receive(self, launcher: BucketLauncher, ranks: GroupRanks) -> GlobalGradients:
+        """Write what the buckets of a block bring into the gradients, and sync those that were not in them.
+
+        A flag in the last bucket says if there are such on some rank; otherwise a second survey is spared. On accelerators,
+        where the host would wait for the flag, there is none, and the survey is on its way while the buckets are.
+        """
+        has_flag = any(bucket.has_flag for bucket in launcher.buckets)
+
+        def start_survey() -> tuple[LocalGradients, Survey]:
+            local = find_local_gradients(self._parameters, self._specs, late=launcher.late())
+            return local, self._start_survey("end of overlap", local, ranks)
+
+        started = None if has_flag else start_survey()
+        for bucket in launcher.buckets:
+            bucket.wait()
+        if has_flag and not launcher.buckets[-1].flag_is_up():
+            grads = [p.grad for p in self._parameters]
+            for bucket in launcher.buckets:
+                self._write_back(bucket, grads)
+            return GlobalGradients(self._expected, {}, frozenset())
+        local, survey = started or start_survey()
+        found = survey.result()
+        if ranks.size > 1:
+            arrived = (set(found.dense) & set(self._expected)) - found.late
+            for bucket in launcher.buckets:
+                self._write_back(bucket, local.grads, arrived)
+            self._reduce_sparse(local.grads, found.sparse, ranks)
+            self._reduce_dense(local.grads, tuple(place for place in found.dense if place not in arrived), ranks)
+        return found
 
     def _plan(self, grads: Sequence[Tensor | None], members: tuple[int, ...]) -> tuple[list[Bucket], bool]:
         """Return the buckets, and whether gradients share memory: then none may be written before all have been read."""
@@ -346,7 +368,7 @@ class GradientSync:
                 parameter.grad = torch.empty_like(parameter.detach()).copy_(view)
             elif grad.is_neg() or (bucket.dtype.is_complex and grad.is_conj()):
                 grad.copy_(view)
-            else:
+            elif not bucket.exchange(grad):
                 targets.append(grad)
                 sources.append(view)
         if targets:
