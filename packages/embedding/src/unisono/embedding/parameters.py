@@ -153,7 +153,7 @@ class ShardedTable(nn.Module):
 
     @torch.no_grad()
     def copy_rows(self, other: "ShardedTable") -> None:
-        """Copy the rows of a table that has as many or fewer, with the state of its optimizer, if both have one. All ranks call."""
+        """Copy the rows of a table with as many or fewer, and the state of its optimizer, if both have one. All ranks call."""
         box = self.box
         end = max(box.row, min(box.row_end, other.table.rows))
         given = other._entries()
