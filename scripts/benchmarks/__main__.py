@@ -25,6 +25,7 @@ BENCHMARKS = {
         "scatter, gather and replicas against torch.nn.parallel, GradientSync against DDP",
     ),
     "embedding": ("embedding.benchmark", "Embedding", "a training step of 26 sharded tables against TorchRec's"),
+    "id-maps": ("id_maps", "IdMaps", "26 maps of dynamic ids in one exchange against one by one"),
     "recommender": (
         "recommender.benchmark",
         "Recommender",

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from tests.embedding.reference import DIM, ROWS, embedding_bag, layouts, local_gradient
 from unisono.collectives import MismatchError, count_bytes
-from unisono.embedding import SGD, EmbeddingCollection, Layout, Ragged, RowwiseAdagrad, Table
+from unisono.embedding import SGD, Adam, EmbeddingCollection, Layout, Ragged, RowwiseAdagrad, Table
 
 TABLES = [
     Table("user", 13, 4, features=["user"], mode="sum"),
@@ -363,3 +363,39 @@ def stack_rejects() -> None:
 
 def test_stack_rejects_outputs_of_different_shapes(ranks):
     ranks(stack_rejects, world_size=2)
+
+
+def grows(plans: tuple[str, str], optimizer: Any) -> dict[str, Tensor]:
+    """Train small tables, copy them into larger ones, and train on."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    ids = torch.arange(12).tensor_split(world)[rank]
+    made = []
+    for plan, rows in zip((plans[0], *plans), (12, 12, 31), strict=True):
+        torch.manual_seed(rows)
+        tables = [Table("a", rows, 4), Table("b", rows - 1, 3)]
+        made.append(EmbeddingCollection(tables, plan=plan, optimizer=optimizer, grad_reduce="sum", dtype=torch.float64))
+    twin, small, large = made
+    before = large.full_weight("a")[12:]
+    for collection in (twin, twin, twin, twin, small, small, None, large, large):
+        if collection is None:
+            large.copy_rows(small)
+            continue
+        found = collection({"a": ids * 5 % 12, "b": ids * 7 % 11})
+        (found["a"].square().sum() + found["b"].sum()).backward()
+    assert torch.equal(large.full_weight("a")[12:], before), "new rows keep their initial weights"
+    with pytest.raises(ValueError, match=r"table 'a' of shape \(31, 4\) does not fit in \(12, 4\)"):
+        small.copy_rows(large)
+    found = {name: large.full_weight(name)[:rows] for name, rows in (("a", 12), ("b", 11))}
+    for name, rows in found.items():  # as if the tables had not grown
+        torch.testing.assert_close(rows, twin.full_weight(name), rtol=1e-12, atol=1e-12)
+    return found
+
+
+@pytest.mark.parametrize("optimizer", [Adam(lr=0.1), RowwiseAdagrad(lr=0.1)], ids=lambda rule: type(rule).__name__)
+def test_rows_are_copied_into_larger_tables_with_their_state(ranks, optimizer):
+    expected = grows(("table", "row"), optimizer)
+    assert (expected["a"] != expected["a"][0]).any()
+    for plans in (("row", "row"), ("column", "table"), ("table", "column")):
+        for found in ranks(grows, plans, optimizer, world_size=3):
+            for name in expected:
+                torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-12)

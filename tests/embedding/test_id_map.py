@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono.collectives import MismatchError, all_gather, checked, count_bytes
 from unisono.collectives.testing import run_ranks
-from unisono.embedding import IdMap
+from unisono.embedding import IdMap, IdMapCollection, Ragged
 
-GOLDEN_ROWS = [302, 1, 301, 601, 701, 101]
+GOLDEN_ROWS = [4, 1, 3, 5, 6, 2]
 EVICTIONS = [None, "least_recent", "least_frequent"]
 
 
@@ -31,58 +31,80 @@ def shard_of(key: int, shards: int) -> int:
 
 
 class PlainMap:
-    """The reference: for each shard a list of rows and a list of candidates, with counts and last calls."""
+    """The reference: for each shard a dict from id to row and a list of candidates, with counts and last calls."""
 
-    def __init__(self, capacity: int, *, threshold: int = 1, eviction: Any = None, candidates: int = 0, shards: int = 64):
-        self.threshold, self.eviction, self.shards, self.now = threshold, eviction, min(shards, capacity - 1), 0
+    def __init__(self, capacity: int, *, threshold: int = 1, eviction: Any = None, candidates: int = 0, shards: int = 0):
+        self.capacity, self.threshold, self.eviction, self.now = capacity, threshold, eviction, 0
+        self.shards = min(shards or max(1, min(64, (capacity - 1) // 64)), capacity - 1)
         self.count: Counter[int] = Counter()
         self.last: dict[int, int] = {}
-        each = [len(range(s, capacity - 1, self.shards)) for s in range(self.shards)]
-        self.rows: list[list[int | None]] = [[None] * n for n in each]
-        self.first = [1 + sum(each[:s]) for s in range(self.shards)]
-        remembered = 0 if threshold == 1 else -(-(candidates or capacity - 1) // self.shards)
-        self.waiting: list[list[int | None]] = [[None] * remembered for _ in each]
+        self.rows: list[dict[int, int]] = [{} for _ in range(self.shards)]
+        self.waiting: list[list[int | None]] = [[] for _ in range(self.shards)]
+        self.remember(candidates or capacity - 1)
+
+    def remember(self, candidates: int) -> None:
+        for waiting in self.waiting if self.threshold > 1 else []:
+            waiting += [None] * (-(-candidates // self.shards) - len(waiting))
 
     def row(self, key: int) -> int:
-        shard = shard_of(key, self.shards)
-        return self.first[shard] + self.rows[shard].index(key) if key in self.rows[shard] else 0
+        return self.rows[shard_of(key, self.shards)].get(key, 0)
+
+    def known(self) -> int:
+        return sum(map(len, self.rows))
 
     def train(self, keys: list[int]) -> list[int]:
         """Count and admit `keys`; return the rows that were reassigned."""
         self.now += 1
-        handed = []
         for key, n in Counter(keys).items():
             self.count[key] += n
             self.last[key] = self.now
-        for key in sorted(set(keys), key=lambda key: (-self.count[key], key)):
+        in_order = sorted(set(keys), key=lambda key: (-self.count[key], key))
+        queues: list[list[int]] = [[] for _ in range(self.shards)]
+        for key in in_order:
+            if not self.row(key) and self.count[key] >= self.threshold:
+                queues[shard_of(key, self.shards)].append(key)
+        handed = self.admit(queues)
+        for key in in_order:
             shard = shard_of(key, self.shards)
-            if key in self.rows[shard] or self.count[key] < self.threshold:
-                continue
-            place = self.choose(self.rows[shard], self.eviction)
-            if place is not None:
-                if key in self.waiting[shard]:
-                    self.waiting[shard][self.waiting[shard].index(key)] = None
-                handed += [self.first[shard] + place] if self.rows[shard][place] is not None else []
-                self.rows[shard][place] = key
-        for key in sorted(set(keys), key=lambda key: (-self.count[key], key)):
-            shard = shard_of(key, self.shards)
-            if key not in self.rows[shard] + self.waiting[shard]:
-                place = self.choose(self.waiting[shard], "least_recent")
+            if not self.row(key) and key not in self.waiting[shard]:
+                place = self.choose(self.waiting[shard])
                 if place is not None:
                     self.waiting[shard][place] = key
-        remembered = {key for part in self.rows + self.waiting for key in part}
+        remembered = {key for part in (*self.rows, *self.waiting) for key in part}
         for key in set(self.count) - remembered:
             del self.count[key], self.last[key]
         return sorted(handed)
 
-    def choose(self, places: list[int | None], eviction: Any) -> int | None:
+    def admit(self, queues: list[list[int]]) -> list[int]:
+        """Give rows to those that queue in each shard: free ones first, one after the other to the shard with the fewest."""
+        grants, first = [0] * self.shards, 1 + self.known()
+        for _ in range(self.capacity - first):
+            left = [s for s in range(self.shards) if grants[s] < len(queues[s])]
+            if left:
+                grants[min(left, key=lambda s: (len(self.rows[s]) + grants[s], s))] += 1
+        handed = []
+        for shard, queue in enumerate(queues):
+            for turn, key in enumerate(queue):
+                if turn < grants[shard]:
+                    row, first = first, first + 1
+                else:
+                    old = [k for k in self.rows[shard] if self.last[k] < self.now]
+                    if not old or not self.eviction:
+                        break
+                    frequent = self.eviction == "least_frequent"
+                    loser = min(old, key=lambda k: (self.count[k] * frequent, self.last[k], self.row(k)))
+                    row = self.rows[shard].pop(loser)
+                    handed.append(row)
+                self.rows[shard][key] = row
+                if key in self.waiting[shard]:
+                    self.waiting[shard][self.waiting[shard].index(key)] = None
+        return handed
+
+    def choose(self, places: list[int | None]) -> int | None:
         if None in places:
             return places.index(None)
         old = [place for place, key in enumerate(places) if self.last[key] < self.now]
-        if not old or eviction is None:
-            return None
-        order = {"least_recent": lambda key: self.last[key], "least_frequent": lambda key: (self.count[key], self.last[key])}
-        return min(old, key=lambda place: (order[eviction](places[place]), place))
+        return min(old, key=lambda place: (self.last[places[place]], place)) if old else None
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -125,25 +147,25 @@ def evolves(options: dict[str, Any], start: int, steps: int, id_map: IdMap | Non
 
 CASES = {
     "grows": {"capacity": 400},
-    "full": {"capacity": 50, "shards": 7},  # 49 rows: 7 in each shard
+    "full": {"capacity": 50, "shards": 7},
     "forgets": {"capacity": 100, "threshold": 4, "candidates": 20, "shards": 5},
-    "recent": {"capacity": 60, "eviction": "least_recent", "shards": 8},  # 59 rows: 8, 8, 8, 7 …
+    "recent": {"capacity": 60, "eviction": "least_recent", "shards": 8},
     "frequent": {"capacity": 60, "eviction": "least_frequent", "shards": 8},
     "recent, threshold": {"capacity": 31, "eviction": "least_recent", "threshold": 2, "shards": 4},
     "frequent, threshold": {"capacity": 31, "eviction": "least_frequent", "threshold": 2, "shards": 3},
-    "tiny": {"capacity": 3, "eviction": "least_recent"},  # two shards: fewer than ranks
+    "tiny": {"capacity": 3, "eviction": "least_recent", "shards": 2},  # fewer shards than ranks
 }
 
 
 def matches(name: str) -> tuple[int, int]:
     id_map, plain, handed = evolves(CASES[name], 0, 16)
-    known = sum(key is not None for part in plain.rows for key in part)
+    known = plain.known()
     assert id_map.count() == known
-    before = {key: x.clone() for key, x in id_map._slots.stored.items()}
+    before = {key: x.clone() for key, x in id_map._slots.stored(0).items()}
     id_map.eval()
     whole = torch.cat([batch(1), batch(2), torch.tensor([2**63 - 1, -(2**63), 0])])
     assert id_map(whole).tolist() == [plain.row(key) for key in whole.tolist()]
-    assert id_map._calls == 16 and all(torch.equal(x, before[key]) for key, x in id_map._slots.stored.items())
+    assert id_map._slots.calls == [16] and all(torch.equal(x, before[key]) for key, x in id_map._slots.stored(0).items())
     assert not len(id_map.reassigned)
     return known, handed
 
@@ -325,8 +347,10 @@ def test_index_finds_everything_after_many_evictions():
         assert len(rows.unique()) == 400 and rows.min() > 0
         assert torch.equal(id_map.eval()(ids), rows)
     assert handed == 30 * 400 - 2000
-    stored = id_map._slots.stored["ids"].view(-1)
-    assert torch.equal(id_map(stored), torch.arange(1, 2001)), "every id that is stored is found in its own row"
+    stored = id_map._slots.stored(0)
+    used = stored["rows"] > 0
+    assert torch.equal(id_map(stored["ids"][used]), stored["rows"][used]), "every id that is stored is found in its own row"
+    assert stored["rows"][used].sort().values.tolist() == list(range(1, 2001))
 
 
 def test_any_shape_and_integer():
@@ -361,7 +385,194 @@ def test_bad_arguments(options, text):
 
 def test_bad_checkpoints():
     state = IdMap(10, shards=3).state_dict()
-    with pytest.raises(ValueError, match=r"ids: expected int64\[2, 5\] for IdMap\(capacity=10, .* got int64\[3, 3\]"):
+    with pytest.raises(ValueError, match=r"ids: expected int64\[2, 9\] for IdMap\(capacity=10, .* got int64\[3, 9\]"):
         IdMap(10, shards=2).load_state_dict(state)
     with pytest.raises(ValueError, match="saved with capacity=10, but this is IdMap"):
         IdMap(9, shards=3).load_state_dict(state)
+
+
+def ids_of_shard(shard: int, shards: int, n: int) -> list[int]:
+    return [key for key in range(n * shards * 2) if shard_of(key, shards) == shard][:n]
+
+
+def test_no_shard_is_full_while_there_are_free_rows():
+    """Hashes give shards 76 to 118 of these ids. With rows of their own, ten shards of 100 would have turned some away."""
+    id_map = IdMap(1001, shards=10)
+    rows = id_map(torch.arange(1000))
+    assert rows.sort().values.tolist() == list(range(1, 1001))
+    crowded = IdMap(1001, shards=10)  # what hashes do not do: one shard gets more ids than it has memory for
+    rows = crowded(torch.tensor(ids_of_shard(3, 10, 300)))
+    assert len(rows.unique()) == 1 + crowded.count() and 180 < crowded.count() < 300
+    assert crowded(torch.tensor(ids_of_shard(4, 10, 100))).min() > 0
+
+
+def test_the_last_rows_go_to_the_shards_that_have_the_fewest():
+    id_map, keys = IdMap(9, shards=4), [ids_of_shard(shard, 4, 9) for shard in range(4)]
+    id_map(torch.tensor(keys[0][:3] + keys[2][:1]))
+    id_map(torch.tensor([key for part in keys for key in part]))
+    assert [int((id_map(torch.tensor(part)) > 0).sum()) for part in keys] == [3, 2, 2, 1]
+
+
+GROWING = {"capacity": 20, "threshold": 2, "eviction": "least_recent", "shards": 3}
+
+
+def grows(folder: Path) -> None:
+    id_map, plain, _ = evolves(GROWING, 0, 5)
+    torch.save(id_map.state_dict(), folder / f"{rank_and_world()[0]}.pt")
+    larger = IdMap(**GROWING | {"capacity": 70})
+    larger.load_state_dict(torch.load(folder / f"{rank_and_world()[0]}.pt", weights_only=False))
+    id_map.grow(70)
+    plain.capacity = 70
+    plain.remember(69)
+    for step in range(5, 12):
+        whole = batch(step)
+        parts = split(len(whole), step, rank_and_world()[1])
+        mine = whole.split(parts)[rank_and_world()[0]]
+        expected = larger(mine)
+        step_both(id_map, plain, whole, parts)
+        assert torch.equal(id_map.eval()(mine), expected)
+        id_map.train()
+    assert id_map.count() > 20
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_ids_keep_their_rows_as_a_map_grows(ranks, tmp_path, world):
+    ranks(grows, tmp_path, world_size=world)
+
+
+# Many maps in one exchange.
+
+MANY = {"a": CASES["grows"], "b": CASES["recent, threshold"], "c": CASES["frequent"], "d": CASES["full"], "e": CASES["tiny"]}
+INPUTS = {"a": "a", "b": "b", "c": "c", "c2": "c", "d": "d", "e": "e"}
+
+
+def parts_of(step: int) -> dict[str, Tensor]:
+    """The whole batch of each input: of different lengths, and sometimes one is missing."""
+    names = [name for k, name in enumerate(INPUTS) if (step + k) % 5 or name == "a"]
+    return {name: batch(step + 3 * k) for k, name in enumerate(names)}
+
+
+def matches_maps_alone(folder: Path) -> None:
+    rank, world = rank_and_world()
+    maps = IdMapCollection({name: IdMap(**options) for name, options in MANY.items()}, INPUTS)
+    plain = {name: PlainMap(**options) for name, options in MANY.items()}
+    for step in range(10):
+        if step == 6:
+            maps.maps["c"].eval()
+        whole = parts_of(step)
+        mine = {name: x.split(split(len(x), step + k, world))[rank] for k, (name, x) in enumerate(whole.items())}
+        given = {name: Ragged.from_dense(x) if name == "b" else x for name, x in mine.items()}
+        found = maps(given)
+        assert list(found) == list(given) and ("b" not in found or isinstance(found["b"], Ragged))
+        for name in {INPUTS[name] for name in whole}:
+            inputs = [x for each, x in whole.items() if INPUTS[each] == name]
+            handed = [] if name == "c" and step >= 6 else plain[name].train(torch.cat(inputs).tolist())
+            assert maps.reassigned[name].tolist() == handed, name
+        for name, x in mine.items():
+            rows = found[name].values if isinstance(found[name], Ragged) else found[name]
+            assert rows.tolist() == [plain[INPUTS[name]].row(key) for key in x.tolist()], (step, name)
+    saves_and_loads_alone(maps, folder)
+
+
+def saves_and_loads_alone(maps: IdMapCollection, folder: Path) -> None:
+    """What a collection has saved loads into single maps, and these into a collection."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(maps.state_dict(), checkpoint_id=folder)
+    other = IdMapCollection({name: IdMap(**options) for name, options in MANY.items()}, INPUTS)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    alone = {name: IdMap(**options) for name, options in MANY.items()}
+    for name, id_map in alone.items():
+        id_map.load_state_dict({"_extra_state": state[f"maps.{name}._extra_state"]})
+    twin = copy.deepcopy(IdMapCollection(alone, INPUTS))
+    for step in (10, 11):
+        mine = {name: x.tensor_split(rank_and_world()[1])[rank_and_world()[0]] for name, x in parts_of(step).items()}
+        expected = maps.train()(mine)
+        assert all(torch.equal(x, expected[name]) for name, x in twin(mine).items())
+
+
+def loads_many(folder: Path) -> dict[str, Any]:
+    import torch.distributed.checkpoint as dcp
+
+    maps = IdMapCollection({name: IdMap(**options) for name, options in MANY.items()}, INPUTS)
+    state = maps.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    maps.load_state_dict(state)
+    mine = {name: x if rank_and_world()[0] == 0 else x[:1] for name, x in parts_of(6).items()}
+    return {name: x.tolist() for name, x in maps.eval()(mine).items()}
+
+
+def test_maps_in_one_exchange_give_the_rows_that_they_give_alone(ranks, tmp_path):
+    results = []
+    for world in (1, 2, 3, 4):
+        ranks(matches_maps_alone, tmp_path / str(world), world_size=world)
+        results.append(ranks(loads_many, tmp_path / "1", world_size=world)[0])
+    assert all(result == results[0] for result in results)
+
+
+def collectives_of(names: list[str], training: bool) -> dict[str, int]:
+    maps = IdMapCollection({name: IdMap(1000) for name in names}).train(training)
+    ids = {name: torch.arange(50) for name in names}
+    maps(ids)
+    with count_bytes() as traffic:
+        maps(ids)
+    return {name: op.calls for name, op in traffic.by_op.items()}
+
+
+def one_map_or_many() -> None:
+    for training in (False, True):
+        calls = collectives_of(["a"], training)
+        assert collectives_of(list("abcdefgh"), training) == calls
+        assert training or calls == {"send": 3, "recv": 3}, "to the other rank: sizes, ids, rows"
+
+
+def test_many_maps_communicate_once(ranks):
+    ranks(one_map_or_many, world_size=2)
+
+
+COLLECTION_BAD: dict[str, tuple[Any, str]] = {
+    "no dict": (lambda m: m(torch.arange(2)), "features: expected a dict from feature to ids, got Tensor"),
+    "unknown": (lambda m: m({"x": torch.arange(2)}), "features: 'x' is not one of ['a', 'b']"),
+    "float": (lambda m: m({"a": torch.ones(2), "b": torch.arange(2)}), "ids: expected a Tensor of integers, got float32[2]"),
+    "missing": (lambda m: m({"a": torch.arange(2)}), "b: capacity=20"),
+    "one frozen": (lambda m: (m.maps["b"].eval(), m({"a": torch.arange(2), "b": torch.arange(2)})), "training=False"),
+}
+
+
+def one_rank_calls_wrongly(name: str) -> str:
+    maps = IdMapCollection({"a": IdMap(10), "b": IdMap(20)})
+    good = {"a": torch.arange(3), "b": torch.arange(4)}
+    with pytest.raises(MismatchError) as caught:
+        COLLECTION_BAD[name][0](maps) if dist.get_rank() == 1 else maps(good)
+    assert COLLECTION_BAD[name][1] in str(caught.value), str(caught.value)
+    assert [maps.train()(good)[key].min() > 0 for key in good] == [True, True], "the next call works"
+    return str(caught.value)
+
+
+def all_wrong_calls() -> list[str]:
+    return [one_rank_calls_wrongly(name) for name in COLLECTION_BAD]
+
+
+def test_all_ranks_raise_the_same_error_of_a_collection(ranks):
+    first, *others = ranks(all_wrong_calls, world_size=3)
+    assert all(errors == first for errors in others)
+
+
+def test_bad_collections():
+    id_map = IdMap(10)
+    for maps, features, text in [
+        ({"a": 3}, None, "expected an IdMap, got int"),
+        ({"a.b": IdMap(10)}, None, "a map cannot be called 'a.b'"),
+        ({"keys": IdMap(10)}, None, "a map cannot be called 'keys'"),
+        ({"a": id_map, "b": id_map}, None, "an IdMap is there twice"),
+        ({"a": IdMap(10), "b": IdMap(10, device="meta")}, None, "the same group and device"),
+        ({"a": IdMap(10)}, {"x": "y"}, "'y' is not one of the maps"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=text):
+            IdMapCollection(maps, features)
+    IdMapCollection({"a": id_map, "b": IdMap(10)})
+    with pytest.raises(ValueError, match="is in a collection already"):
+        IdMapCollection({"a": id_map})
+    with pytest.raises(ValueError, match="capacity=5 must be an integer, 10 or more"):
+        id_map.grow(5)

@@ -105,6 +105,12 @@ def a_fused_optimizer(theirs: str, ours: str) -> None:
     assert (collection.full_weight("a") != before).any(1).nonzero().flatten().tolist() == [1, 2, 5]
 
 
+def a_quantized_copy(theirs: str, ours: str) -> None:
+    collection = EmbeddingCollection([Table("a", 11, 4)])
+    found, expected = run(ours, collection=collection)({"a": IDS})["a"], collection({"a": IDS})["a"]
+    assert 0 < (found - expected).abs().max() < 0.02
+
+
 def beside_ddp_on_ranks(ours: str) -> None:
     table = ShardedEmbedding(11, 4, plan="row")
     ddp = run(ours, model=nn.Sequential(table, nn.Linear(4, 1)), DistributedDataParallel=DistributedDataParallel)
@@ -128,6 +134,7 @@ ROWS = {
     '`EmbeddingCollection(tables)(Ragged.from_keyed_jagged(features, names=["x"]))`': a_collection,
     "`torch.cat(list(pooled.values()), dim=1)`": one_tensor,
     "`EmbeddingCollection(tables, optimizer=RowwiseAdagrad(lr=0.1))`": a_fused_optimizer,
+    "`quantize(collection)`": a_quantized_copy,
     "`DistributedDataParallel(exclude_from_ddp(model))`": beside_ddp_on_ranks,
     "`plan_tables(tables, 8, batch_size=512)`": a_plan,
 }

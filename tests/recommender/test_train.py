@@ -10,9 +10,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.training.skip_plots import skip_plots
-from unisono_models.recommender.commands import evaluate, recommend
+from unisono_models.recommender.commands import evaluate, export, recommend
 from unisono_models.recommender.commands.evaluate import evaluate_run
 from unisono_models.recommender.model.export import read_export
+from unisono_models.recommender.model.serving import served_ids
 from unisono_models.recommender.train import main
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.errors import UserError
@@ -136,6 +137,20 @@ def test_exported_model_is_evaluated_and_recommends(on_two, capsys):
         recommend.main([str(on_two), "--user", "nobody"])
     with pytest.raises(UserError, match="no such directory"):
         recommend.main([str(on_two / "absent")])
+
+
+def test_exported_programs_lose_little(on_two, tmp_path, capsys):
+    for bits, loss in (("32", 1e-7), ("8", 1e-3), ("4", 1e-2)):
+        export.main([str(on_two), "--bits", bits, "--out", str(tmp_path / bits), "--split", "valid"])
+        shown = capsys.readouterr().out
+        before, after = map(float, re.search(r"valid/auc +([\d.]+) before, ([\d.]+) after", shown).groups())
+        assert before > 0.5 and abs(after - before) < loss
+        assert ("1.00 times smaller" in shown) == (bits == "32") and (tmp_path / bits / "vocabularies.json").exists()
+    exported = read_export(on_two / "export")
+    batch = recommend.read_all_ratings(on_two / "export", exported, seed=0).join(torch.arange(1, 6), torch.arange(2, 7))
+    program = torch.export.load(tmp_path / "32/model.pt2").module()
+    scores = program(served_ids(batch.ids), batch.numbers)
+    torch.testing.assert_close(scores, torch.sigmoid(exported.model(batch)).detach())
 
 
 def test_items_that_a_user_has_rated_are_not_recommended(on_two):

@@ -79,10 +79,10 @@ def test_streamed_runs_obey_the_law_and_continue_after_a_stop(ranks, days, tmp_p
 
 
 def test_mapped_ids_have_rows_of_their_own(days, tmp_path):
-    """All of them get one. In a map of many shards one shard would be full while others have room."""
+    """All of them get one."""
     train_with_plots(tmp_path / "run", days, "--data.ids", "mapped", "--data.seen", "1")
     maps = read_export(tmp_path / "run/export").model.tables.maps
-    rows = maps["map_C1"].eval()(torch.tensor([x for x in range(50) if x % 7] + [-1]))
+    rows = maps.maps["map_C1"].eval()(torch.tensor([x for x in range(50) if x % 7] + [-1]))
     assert len(rows.unique()) == 43 and int(rows.min()) > 0  # 0 to 49 without multiples of 7, and the blank
 
 

@@ -23,7 +23,7 @@ def _import_path():
 
 
 @pytest.mark.parametrize(
-    "name", ["collectives", "contrastive", "dataparallel", "embedding", "recommender", "gpu-ledger", "clip"]
+    "name", ["collectives", "contrastive", "dataparallel", "embedding", "id-maps", "recommender", "gpu-ledger", "clip"]
 )
 def test_command_line_has_a_class_options_and_a_text(name, capsys):
     from benchmarks.__main__ import BENCHMARKS, benchmark_class, main

@@ -42,6 +42,12 @@ class Options:
 
 def evaluate_run(options: Options, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
     """Return the metrics of the exported model, and those that the run has saved. All ranks call."""
+    evaluator, saved = load_evaluator(options, ranks)
+    return evaluator(options.split), saved
+
+
+def load_evaluator(options: Options, ranks: Ranks) -> tuple[Evaluator, dict[str, float]]:
+    """Load the exported model and its data. Returns the metrics that the run has saved, too. All ranks call."""
     with raise_together("evaluate"):
         export = options.run / "export"
         config = find_run(options.run, model="recommender", kind=Config, files=FILES)
@@ -60,8 +66,7 @@ def evaluate_run(options: Options, ranks: Ranks) -> tuple[dict[str, float], dict
     dtype = dtype_of_weights(weights)
     module = build_training_module(config, datasets, dtype=dtype, device=ranks.device)
     load_weights(module.model, weights)
-    evaluator = Evaluator(module, datasets, ranks, dtype=dtype, max_broken=data.max_broken)
-    return evaluator(options.split), saved
+    return Evaluator(module, datasets, ranks, dtype=dtype, max_broken=data.max_broken), saved
 
 
 def main(args: Sequence[str] | None = None) -> None:

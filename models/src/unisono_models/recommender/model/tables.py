@@ -6,7 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.embedding import SGD, Adagrad, Adam, EmbeddingCollection, IdMap, Ragged, RowwiseAdagrad, Table
+from unisono.embedding import (
+    SGD,
+    Adagrad,
+    Adam,
+    EmbeddingCollection,
+    IdMap,
+    IdMapCollection,
+    InferenceCollection,
+    Ragged,
+    RowwiseAdagrad,
+    Table,
+    quantize,
+    unshard,
+)
+from unisono.embedding.inference import Bits, InferenceIdMaps
 from unisono.embedding.optimizers import Rule
 from unisono_models.recommender.config import DataConfig, TablesConfig
 from unisono_models.recommender.data.batch import Ids
@@ -59,7 +73,8 @@ class EmbeddingTables(nn.Module):
             rows.normal_(0, init, generator=random)
 
         self.features = tuple(features)
-        self.maps = nn.ModuleDict({f"map_{f.name}": _make_id_map(f.rows, data, device) for f in features if mapped})
+        self.maps: IdMapCollection | InferenceIdMaps | None = _make_id_maps(features, data, device) if mapped else None
+        self.inference: InferenceCollection | None = None  # instead of `collection`
         self.collection = EmbeddingCollection(
             [
                 Table(
@@ -91,40 +106,56 @@ class EmbeddingTables(nn.Module):
         """
         rows = self._map_ids(ids, frozen)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-            found: dict[str, Any] = self.collection({**self._empty_ids(ids), **rows})
+            found: dict[str, Any] = self._current({**self._empty_ids(ids), **rows})
         return {name: found[name] for name in ids}
 
     def stack(self, ids: Mapping[str, Ids], *, frozen: bool = False) -> Tensor:
         """Look up the ids of all features: (rows, features, width), in the order of `features`. `frozen`: as in forward."""
         rows = self._map_ids({feature.name: ids[feature.name] for feature in self.features}, frozen)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-            found: Tensor = self.collection(rows, stack=True)
+            found: Tensor = self._current(rows, stack=True)
         return found
 
     def prefetch(self, ids: Mapping[str, Ids]) -> None:
         """Begin to look up the next batch. Mapped ids do not know their rows yet, so nothing is done for them."""
-        if not self.maps:
+        if self.maps is None:
             self.collection.prefetch(ids)
 
     def _empty_ids(self, ids: Mapping[str, Ids]) -> dict[str, Ids]:
         """No ids for the features that are not looked up: the collection needs all of them."""
-        device = self.collection.weight(f"table_{self.features[0].name}").device
-        return {f.name: torch.empty(0, dtype=torch.int64, device=device) for f in self.features if f.name not in ids}
+        first = next(iter(ids.values()))
+        none = (first.values if isinstance(first, Ragged) else first).new_empty(0)
+        return {f.name: none for f in self.features if f.name not in ids}
+
+    def convert_for_inference(self, bits: Bits | None) -> None:
+        """Replace the sharded tables and maps by copies for one process; rows are quantized to `bits`, unless it is None.
+
+        All ranks call, once.
+        """
+        self.inference = unshard(self.collection) if bits is None else quantize(self.collection, bits)
+        del self.collection
+        if isinstance(self.maps, IdMapCollection):
+            self.maps = unshard(self.maps)
+
+    @property
+    def _current(self) -> EmbeddingCollection | InferenceCollection:
+        return self.collection if self.inference is None else self.inference
 
     def _map_ids(self, ids: Mapping[str, Ids], frozen: bool) -> Mapping[str, Ids]:
-        return {name: self._map_feature(name, x, frozen) for name, x in ids.items()} if self.maps else ids
+        """The rows of ids, if they are mapped. Rows that go to other ids are reset."""
+        if self.maps is None:
+            return ids
+        self.maps.train(self.training and not frozen)
+        rows: dict[str, Ids] = self.maps(ids)
+        if isinstance(self.maps, IdMapCollection):
+            for name in ids:
+                reassigned = self.maps.reassigned[self.maps.features[name]]
+                if reassigned.numel():
+                    self.collection.reset_rows(f"table_{name}", reassigned)
+        return rows
 
-    def _map_feature(self, name: str, ids: Ids, frozen: bool) -> Ids:
-        id_map = self.maps[f"map_{name}"]
-        assert isinstance(id_map, IdMap)
-        id_map.train(self.training and not frozen)
-        rows: Tensor = id_map(ids.values if isinstance(ids, Ragged) else ids)
-        if id_map.reassigned.numel():
-            self.collection.reset_rows(f"table_{name}", id_map.reassigned)
-        return ids._replace(values=rows) if isinstance(ids, Ragged) else rows
 
-
-def _make_id_map(rows: int, data: DataConfig, device: torch.device | None) -> IdMap:
+def _make_id_maps(features: Sequence[Feature], data: DataConfig, device: torch.device | None) -> IdMapCollection:
     eviction = None if data.eviction == "none" else data.eviction
-    shards = max(1, min(64, rows // 4096))  # a shard may be full while others have room, so a small map has one
-    return IdMap(rows, threshold=data.seen, eviction=eviction, shards=shards, device=device)
+    maps = {f"map_{f.name}": IdMap(f.rows, threshold=data.seen, eviction=eviction, device=device) for f in features}
+    return IdMapCollection(maps, {f.name: f"map_{f.name}" for f in features})

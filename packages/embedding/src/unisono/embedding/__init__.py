@@ -2,8 +2,10 @@
 
 from unisono.embedding.clip_grad import clip_grad_norm_
 from unisono.embedding.collection import EmbeddingCollection
+from unisono.embedding.grad_scaler import GradScaler
 from unisono.embedding.hashing import hash_strings
-from unisono.embedding.id_map import IdMap
+from unisono.embedding.id_map import IdMap, IdMapCollection
+from unisono.embedding.inference import InferenceCollection, quantize, unshard
 from unisono.embedding.lookup.input_dist import IdOutOfRange, UnknownFeature
 from unisono.embedding.modules import ShardedEmbedding, ShardedEmbeddingBag
 from unisono.embedding.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad
@@ -12,6 +14,7 @@ from unisono.embedding.planner import Plan, plan_tables
 from unisono.embedding.ragged import Ragged
 from unisono.embedding.sharding.layouts import Layout
 from unisono.embedding.table import Table
+from unisono.embedding.table_optimizer import TableOptimizer
 
 __all__ = [
     "SGD",
@@ -19,8 +22,11 @@ __all__ = [
     "Adam",
     "EmbeddingCollection",
     "FusedOptimizer",
+    "GradScaler",
     "IdMap",
+    "IdMapCollection",
     "IdOutOfRange",
+    "InferenceCollection",
     "Layout",
     "Plan",
     "Ragged",
@@ -28,10 +34,13 @@ __all__ = [
     "ShardedEmbedding",
     "ShardedEmbeddingBag",
     "Table",
+    "TableOptimizer",
     "UnknownFeature",
     "clip_grad_norm_",
     "exclude_from_ddp",
     "hash_strings",
     "plan_tables",
+    "quantize",
     "sharded_parameters",
+    "unshard",
 ]

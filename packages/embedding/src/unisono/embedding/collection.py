@@ -75,15 +75,7 @@ class EmbeddingCollection(EngineModule):
         super().__init__()
         function = type(self).__name__
         ranks = resolve_group(group)
-        tables_of: dict[str, list[str]] = {}
-        for table in tables:
-            for feature in table.features:
-                tables_of.setdefault(feature, []).append(table.name)
-        # The outputs of each feature: one of its name, or one for each table that it looks into, as TorchRec names them.
-        self._outputs = {
-            feature: (feature,) if len(names) == 1 else tuple(f"{feature}@{name}" for name in names)
-            for feature, names in tables_of.items()
-        }
+        self._outputs = outputs_of(tables)
         outputs = [output for found in self._outputs.values() for output in found]
         if len({table.name for table in tables}) < len(tables) or len(set(outputs)) < len(outputs):
             names = [table.name for table in tables]
@@ -180,13 +172,29 @@ class EmbeddingCollection(EngineModule):
         module = self._table("reset_rows", table)
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < module.table.rows:
             raise IndexError(f"reset_rows: rows {int(rows.min())} to {int(rows.max())}: {table!r} has {module.table.rows}")
-        box, rule = module.box, self.engine.storage.rule
+        box, rule = module.box, module.rule or self.engine.storage.rule
         rows = rows.to(torch.int64)  # a box may begin beyond 2^31
         own = rows[(rows >= box.row) & (rows < box.row_end)].to(module.local.device) - box.row
         first_states = rule.states(module.local[:1]) if rule is not None and module.local.numel() else {}
         module.local[own] = 0
         for name, value in first_states.items():
             module.states[name][own] = value[:1]
+
+    def copy_rows(self, smaller: "EmbeddingCollection") -> None:
+        """Copy the rows of a collection whose tables have as many rows or fewer, with the state of its optimizer.
+
+        So tables grow: make a larger collection and copy the rows. New rows keep their initial weights. All ranks call; tables
+        are gathered one after the other.
+        """
+        for name, table in smaller.tables.items():
+            own = self._table("copy_rows", name)
+            assert isinstance(table, ShardedTable)
+            if own.table.dim != table.table.dim or own.table.rows < table.table.rows:
+                shapes = [(x.table.rows, x.table.dim) for x in (table, own)]
+                raise ValueError(
+                    f"{type(self).__name__}.copy_rows: table {name!r} of shape {shapes[0]} does not fit in {shapes[1]}"
+                )
+            own.copy_rows(table)
 
     def _read(self, features: Features) -> tuple[dict[str, Ragged], str]:
         """The input of each output as Ragged, and what is wrong with it: all ranks have to raise together."""
@@ -208,6 +216,18 @@ class EmbeddingCollection(EngineModule):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prefetcher": None}  # a copy prefetches for itself
+
+
+def outputs_of(tables: Sequence[Table]) -> dict[str, tuple[str, ...]]:
+    """The outputs of each feature: one of its name, or one for each table that it looks into, as TorchRec names them."""
+    tables_of: dict[str, list[str]] = {}
+    for table in tables:
+        for feature in table.features:
+            tables_of.setdefault(feature, []).append(table.name)
+    return {
+        feature: (feature,) if len(names) == 1 else tuple(f"{feature}@{name}" for name in names)
+        for feature, names in tables_of.items()
+    }
 
 
 def _name_outputs(table: Table, outputs: Mapping[str, tuple[str, ...]]) -> Table:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +18,9 @@ from unisono.collectives import all_gather
 from unisono.collectives.groups import GroupRanks, as_group, is_fake_group, mark_as_sharded, process_group
 from unisono.embedding.sharding.layouts import Box, Layout
 from unisono.embedding.table import Table
+
+if TYPE_CHECKING:
+    from unisono.embedding.optimizers import Rule
 
 # Meshes by process group, device type and order of ranks: a new mesh makes groups, which all their ranks have to do together.
 _meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
@@ -95,6 +98,7 @@ class ShardedTable(nn.Module):
         self.ranks = ranks
         self.plain = plain  # `weight` is never a DTensor
         self.states: dict[str, Tensor] = {}
+        self.rule: Rule | None = None  # of a TableOptimizer, whose state is in `states`
 
     def __getattr__(self, name: str) -> Any:
         """Find states by their name, too: torch's checkpoint tools look up what state_dict lists."""
@@ -144,8 +148,21 @@ class ShardedTable(nn.Module):
     def _gather(self, shard: Tensor) -> Tensor:
         if self.layout.is_replicated or self.ranks.size == 1:
             return shard.clone()
-        shape = (self.table.rows, self.table.dim)
+        shape = (self.table.rows, self.table.dim)[: shard.ndim]
         return _gather_dtensor(_as_dtensor(shard, self.layout, self.ranks, shape, connected=False), self.ranks)
+
+    @torch.no_grad()
+    def copy_rows(self, other: "ShardedTable") -> None:
+        """Copy the rows of a table with as many or fewer, and the state of its optimizer, if both have one. All ranks call."""
+        box = self.box
+        end = max(box.row, min(box.row_end, other.table.rows))
+        given = other._entries()
+        for name, own in self._entries().items():
+            if name in given and own.ndim == 0:
+                own.copy_(given[name])
+            elif name in given:
+                rows = other._gather(given[name])[box.row : end]
+                own[: end - box.row] = rows[:, box.column : box.column_end] if own.ndim == 2 else rows
 
     def _entries(self) -> dict[str, Tensor]:
         return {"weight": self.local, **self.states}

@@ -1,0 +1,37 @@
+"""GradScaler for models with sharded tables: all ranks skip a step, or none."""
+
+from typing import Any
+
+import torch
+
+from unisono.collectives import Group, all_reduce
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler, with its arguments, for gradients of tables that are sharded over ranks.
+
+    Each rank sees the gradients of its own shards. If those of any rank are infinite or NaN, all ranks skip the step and lower
+    the scale, as one process would. (torch's GradScaler would skip on that rank alone, and the ranks' weights would drift
+    apart.) All ranks call `unscale_` and `step`. It does not reach fused optimizers, whose steps happen in the backward: use a
+    TableOptimizer.
+
+    Example:
+        >>> from unisono.embedding import SGD, EmbeddingCollection, Table, TableOptimizer
+        >>> collection = EmbeddingCollection([Table("user", 100, 8)], sparse=True)
+        >>> optimizer, scaler = TableOptimizer(collection, SGD(lr=0.1)), GradScaler("cpu")
+        >>> scaler.scale(collection({"user": torch.tensor([3, 5])})["user"].sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+    """
+
+    def __init__(self, *args: Any, group: Group = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+        if not self.is_enabled():
+            return
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for device, flag in found.items():
+            found[device] = all_reduce(flag, op="max", group=self.group)

@@ -1,0 +1,210 @@
+"""TableOptimizer: one step for all gradients since zero_grad, with a rule for each table; on many ranks as in one process."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.embedding import (
+    SGD,
+    Adagrad,
+    Adam,
+    EmbeddingCollection,
+    GradScaler,
+    RowwiseAdagrad,
+    Table,
+    TableOptimizer,
+    clip_grad_norm_,
+)
+
+TABLES = [Table("a", 23, 4), Table("b", 11, 6, ["b", "b2"], padding_idx=2), Table("c", 9, 3, mode="max")]
+RULES = {
+    "a": RowwiseAdagrad(lr=0.3, weight_decay=0.1),
+    "b": Adam(lr=0.2),
+    "c": Adagrad(lr=0.1, initial_accumulator_value=0.5),
+}
+PLANS: dict[str, Any] = {"row": "row", "mixed": {"a": "table", "b": "column", "c": "replicated"}}
+
+
+def rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """Seven samples. The table c is not looked up in every step."""
+    draw = torch.Generator().manual_seed(step)
+    rows = {"a": 23, "b": 11, "b2": 11, "c": 9}
+    return {name: torch.randint(0, n, (7, 3), generator=draw) for name, n in rows.items()}
+
+
+def mine(whole: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+    """This rank's samples: an uneven split, with empty ranks."""
+    rank, world = rank_and_world()
+    cuts = [0, *sorted((3 * step + 5 * r) % 8 for r in range(1, world)), 7]
+    return {name: x[cuts[rank] : cuts[rank + 1]] for name, x in whole.items()}
+
+
+def loss_of(collection: EmbeddingCollection, step: int) -> Tensor:
+    """A sum over the samples of all ranks, if gradients are summed."""
+    found = collection(mine(batch(step), step))
+    weights = {name: torch.linspace(1, 2, x.shape[1], dtype=x.dtype) for name, x in found.items()}
+    used = [name for name in found if name != "c" or step % 2]
+    return sum((found[name] * weights[name]).square().sum() + 0 * found[name].sum() for name in used)
+
+
+def make(plan: Any, **options: Any) -> EmbeddingCollection:
+    torch.manual_seed(0)
+    return EmbeddingCollection(TABLES, plan=plan, grad_reduce="sum", dtype=torch.float64, **options)
+
+
+def weights_of(collection: EmbeddingCollection) -> dict[str, Tensor]:
+    return {table.name: collection.full_weight(table.name) for table in TABLES}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name in expected:
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def train(plan: Any, *, micro_batches: int = 1, max_norm: float | None = None) -> dict[str, Tensor]:
+    collection = make(plan, sparse=True)
+    optimizer = TableOptimizer(collection, RULES)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    for step in range(4):
+        optimizer.zero_grad()
+        for k in range(micro_batches):
+            loss_of(collection, 4 * k + step).backward()
+        if max_norm is not None:
+            clip_grad_norm_(collection, max_norm)
+        optimizer.step()
+        schedule.step()
+    return weights_of(collection)
+
+
+@pytest.mark.parametrize("rule", [SGD(lr=0.1, weight_decay=0.1), *RULES.values()], ids=lambda rule: type(rule).__name__)
+def test_one_backward_is_a_step_of_the_fused_optimizer(ranks, rule):
+    fused_and_not(rule, "table")
+    ranks(fused_and_not, rule, "row", world_size=3)
+
+
+def fused_and_not(rule: Any, plan: str) -> None:
+    fused, collection = make(plan, optimizer=rule), make(plan, sparse=True)
+    optimizer = TableOptimizer(collection, rule)
+    for step in range(4):
+        loss_of(fused, step).backward()
+        optimizer.zero_grad()
+        loss_of(collection, step).backward()
+        optimizer.step()
+    assert_same(weights_of(collection), weights_of(fused))
+    state, other = fused.state_dict(), collection.state_dict()
+    assert list(state) == list(other), "checkpoints of both have the same entries"
+    fused.load_state_dict(other)
+    collection.load_state_dict(state)
+
+
+@pytest.mark.parametrize("plan", ["row", "mixed"])
+@pytest.mark.parametrize(("micro_batches", "max_norm"), [(1, None), (3, None), (2, 0.5)])
+def test_steps_match_one_process(ranks, plan, micro_batches, max_norm):
+    expected = train("replicated", micro_batches=micro_batches, max_norm=max_norm)
+    for world in (2, 3) if micro_batches > 1 else (4,):
+        for found in ranks(train_by_name, plan, micro_batches, max_norm, world_size=world):
+            assert_same(found, expected)
+
+
+def train_by_name(plan: str, micro_batches: int, max_norm: float | None) -> dict[str, Tensor]:
+    return train(PLANS[plan], micro_batches=micro_batches, max_norm=max_norm)
+
+
+def test_micro_batches_are_one_step():
+    """Two halves of a batch give what the whole batch gives in one backward."""
+    results = []
+    for parts in ([slice(0, 7)], [slice(0, 3), slice(3, 3), slice(3, 7)]):
+        collection = make("row", sparse=True)
+        optimizer = TableOptimizer(collection, RULES)
+        for step in range(3):
+            optimizer.zero_grad()
+            for part in parts:
+                found = collection({name: x[part] for name, x in batch(step).items()})
+                sum(x.square().sum() for x in found.values()).backward()
+            optimizer.step()
+        results.append(weights_of(collection))
+    assert_same(results[1], results[0])
+
+
+def test_each_table_has_its_rule():
+    together = train("row")
+    for name, rule in RULES.items():
+        assert_same({name: together[name]}, {name: train_with(rule)[name]})
+
+
+def train_with(rule: Any) -> dict[str, Tensor]:
+    collection = make("row", optimizer=rule)
+    assert collection.optimizer is not None
+    schedule = torch.optim.lr_scheduler.StepLR(collection.optimizer, step_size=2, gamma=0.5)
+    for step in range(4):
+        loss_of(collection, step).backward()
+        schedule.step()
+    return weights_of(collection)
+
+
+def scaled(plan: str, bad_step: int) -> tuple[dict[str, Tensor], float]:
+    collection = make(PLANS[plan], sparse=True)
+    rules = {**RULES, "b": SGD(lr=0.1)}
+    optimizer, scaler = TableOptimizer(collection, rules), GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(collection, step)
+        if step == bad_step:  # one row of one table, which lies on one rank, gets an infinite gradient
+            looked_up = batch(step)["a"][0, 0]
+            infinite = torch.where(torch.arange(7) == 0, float("inf"), 0.0).double()
+            ids = torch.full((7,), int(looked_up))
+            part = mine({"a": ids, "b": ids % 11, "b2": ids % 11, "c": ids % 9, "w": infinite}, step)
+            loss = loss + (collection({name: part[name] for name in ("a", "b", "b2", "c")})["a"].sum(1) * part["w"]).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(collection, 5.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return weights_of(collection), scaler.get_scale()
+
+
+@pytest.mark.parametrize("plan", ["row", "mixed"])
+def test_all_ranks_skip_a_step_with_infinite_gradients(ranks, plan):
+    expected, scale = scaled("row", bad_step=1)
+    assert scale == 4.0 and all(x.isfinite().all() for x in expected.values())
+    for found, other in ranks(scaled, plan, 1, world_size=3):
+        assert other == scale
+        assert_same(found, expected)
+
+
+def test_rows_that_are_reset_lose_their_state():
+    collection = make("row", sparse=True)
+    optimizer = TableOptimizer(collection, RULES)
+    loss_of(collection, 1).backward()
+    optimizer.step()
+    collection.reset_rows("a", torch.arange(23))
+    assert not collection.tables["a"].states["sum"].any() and not collection.weight("a").any()
+
+
+def test_bad_arguments():
+    for options, rules, text in [
+        ({}, SGD(lr=1.0), "the collection must be made with sparse=True"),
+        ({"sparse": True}, {"a": SGD(lr=1.0), "b": SGD(lr=1.0)}, "rules has none for table 'c'"),
+        ({"sparse": True}, {**RULES, "d": SGD(lr=1.0)}, "rules has one for 'd', which is no table"),
+        ({"sparse": True}, torch.optim.SGD, "expected one of unisono.embedding, such as RowwiseAdagrad"),
+        ({"sparse": True}, None, "expected a rule, got None"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            TableOptimizer(make("row", **options), rules)
+    with pytest.raises(ValueError, match="RowwiseAdagrad needs whole rows, but table 'a' is cut into columns"):
+        TableOptimizer(make("column", sparse=True), RULES)
+    collection = make("row", sparse=True)
+    optimizer = TableOptimizer(collection, RULES)
+    collection.float()
+    loss_of(collection, 1).backward()
+    with pytest.raises(RuntimeError, match="make the optimizer after"):
+        optimizer.step()
