@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.embedding.reference import DIM, ROWS, embedding_bag, layouts, local_gradient
-from unisono.collectives import count_bytes
-from unisono.embedding import SGD, EmbeddingCollection, Layout, Ragged, Table
+from unisono.collectives import MismatchError, count_bytes
+from unisono.embedding import SGD, EmbeddingCollection, Layout, Ragged, RowwiseAdagrad, Table
 
 TABLES = [
     Table("user", 13, 4, features=["user"], mode="sum"),
@@ -296,3 +296,70 @@ REGRESSIONS = [
 @pytest.mark.parametrize("body", REGRESSIONS, ids=lambda body: body.__name__)
 def test_regression(body, ranks):
     ranks(body, world_size=3)
+
+
+STACKED = [
+    Table("user", 13, 4),
+    Table("item", 9, 4, features=["seen", "bought"], mode="mean", padding_idx=2),
+    Table("tag", 8, 4, mode="max"),
+]
+
+
+def draw_stacked(rank: int, seed: int) -> dict[str, Ragged]:
+    draw = torch.Generator().manual_seed(10 * seed + rank)
+    found = {}
+    for name in ("seen", "tag", "user", "bought"):
+        lengths = torch.randint(4, ([3, 0, 5, 2][rank],), generator=draw)
+        found[name] = Ragged.from_lengths(torch.randint(8, (int(lengths.sum()),), generator=draw), lengths)
+    return found
+
+
+def stack_matches(plan: Any, ahead: bool) -> None:
+    """Stacked outputs and the steps that follow from them are those of torch.stack."""
+    rank = dist.get_rank()
+    found = []
+    for stack in (True, False):
+        torch.manual_seed(5)
+        collection = EmbeddingCollection(STACKED, plan=plan, optimizer=RowwiseAdagrad(lr=0.1), dtype=torch.float64)
+        batches = [draw_stacked(rank, seed) for seed in range(3)]
+        for step, batch in enumerate(batches):
+            out = collection(batch, stack=True) if stack else torch.stack(list(collection(batch).values()), 1)
+            if ahead and step + 1 < len(batches):
+                collection.prefetch(batches[step + 1])
+            factors = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(rank))
+            (out * factors).sum().backward()
+            found.append(out.detach())
+        found += [collection.full_weight(table.name) for table in STACKED]
+    half = len(found) // 2
+    for a, b in zip(found[:half], found[half:], strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "plan", ["row", "table", "column", "replicated", {"user": "row", "item": "table", "tag": "column"}], ids=str
+)
+def test_stack_matches_torch_stack(plan, ranks):
+    ranks(stack_matches, plan, plan == "table", world_size=3)
+
+
+def stack_rejects() -> None:
+    """A bad stack on one rank raises on all, also after a prefetch."""
+    collection = EmbeddingCollection([Table("a", 5, 4), Table("b", 5, 4)], plan="row")
+    batch = {"a": torch.arange(3), "b": torch.arange(2 if dist.get_rank() == 1 else 3)}
+    for ahead in (False, True):
+        if ahead:
+            collection.prefetch(batch)
+        with pytest.raises(MismatchError, match=r"numbers of bags: \{'a': 3, 'b': 2\}"):
+            collection(batch, stack=True)
+    assert collection(batch)["a"].shape == (3, 4)
+    wide = EmbeddingCollection([Table("a", 5, 4), Table("b", 5, 6)], plan="row")
+    with pytest.raises(MismatchError, match=r"different widths: \[4, 6\]"):
+        wide(batch, stack=True)
+    rows = EmbeddingCollection([Table("a", 5, 4), Table("b", 5, 4, mode=None)], plan="row")
+    with pytest.raises(MismatchError, match="table 'b' has no mode"):
+        rows(batch, stack=True)
+
+
+def test_stack_rejects_outputs_of_different_shapes(ranks):
+    ranks(stack_rejects, world_size=2)

@@ -22,6 +22,7 @@ from unisono.embedding import (
     ShardedEmbeddingBag,
     Table,
 )
+from unisono.embedding.lookup import compiled
 from unisono.embedding.optimizers import ParameterGradients
 
 STEPS = 4
@@ -84,8 +85,14 @@ def train_sharded(module, size, optimizer=None, schedule=None):
             schedule.step()
 
 
-def fused_matches(rule: str) -> None:
+def fused_matches(rule: str, kernels: str) -> None:
     size = dist.get_world_size()
+    loaded = compiled.load() if kernels == "compiled" else compiled.Loaded(None, "a test")
+    with mock.patch.object(compiled, "load", return_value=loaded):
+        compare_fused(rule, size)
+
+
+def compare_fused(rule: str, size: int) -> None:
     fused, plain, sparse = RULES[rule]
     for name, layout in layouts(size).items():
         torch.manual_seed(1)
@@ -101,8 +108,9 @@ def fused_matches(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_fused_optimizer_matches_one_process(rule, size, ranks):
-    ranks(fused_matches, rule, world_size=size)
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+def test_fused_optimizer_matches_one_process(rule, size, kernels, ranks):
+    ranks(fused_matches, rule, kernels, world_size=size)
 
 
 def decay_matches() -> None:

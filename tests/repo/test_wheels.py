@@ -76,6 +76,7 @@ def test_wheel_installs_alone(name, tmp_path):
     wheels = [build(each, tmp_path) for each in dict.fromkeys(["collectives", name])]
     files = zipfile.ZipFile(wheels[-1]).namelist()
     assert f"unisono/{name}/py.typed" in files and "unisono/__init__.py" not in files
+    assert name != "embedding" or "unisono/embedding/lookup/compiled.cpp" in files
     if name != "collectives":  # pip, which cannot find it by name, then stops before it downloads torch
         assert requirements(wheels[-1])[0].startswith("unisono-collectives")
     environment = tmp_path / "empty"

@@ -39,8 +39,7 @@ class ClickModel(nn.Module):
 
     def embed(self, batch: Batch, *, frozen_tables: bool = False) -> Tensor:
         """Look up the ids, and multiply numbers with their vectors: (rows, fields, table_width)."""
-        found = self.tables(self.look_ups(batch), frozen=frozen_tables)
-        fields = torch.stack([found[feature.name] for feature in self.features if feature.kind != "number"], 1)
+        fields = self.tables.stack(self.look_ups(batch), frozen=frozen_tables)
         if self.numbers is not None:
             fields = torch.cat([fields, batch.numbers[:, :, None] * self.numbers], 1)
         return fields

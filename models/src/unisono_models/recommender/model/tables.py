@@ -89,11 +89,17 @@ class EmbeddingTables(nn.Module):
             ids: The ids of all features, or of some of them.
             frozen: Change nothing: the tables get no gradient, and new ids no rows.
         """
-        if self.maps:
-            ids = {name: self._map_ids(name, x, frozen) for name, x in ids.items()}
+        rows = self._map_ids(ids, frozen)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-            found: dict[str, Any] = self.collection({**self._empty_ids(ids), **ids})
+            found: dict[str, Any] = self.collection({**self._empty_ids(ids), **rows})
         return {name: found[name] for name in ids}
+
+    def stack(self, ids: Mapping[str, Ids], *, frozen: bool = False) -> Tensor:
+        """Look up the ids of all features: (rows, features, width), in the order of `features`. `frozen`: as in forward."""
+        rows = self._map_ids({feature.name: ids[feature.name] for feature in self.features}, frozen)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+            found: Tensor = self.collection(rows, stack=True)
+        return found
 
     def prefetch(self, ids: Mapping[str, Ids]) -> None:
         """Begin to look up the next batch. Mapped ids do not know their rows yet, so nothing is done for them."""
@@ -105,7 +111,10 @@ class EmbeddingTables(nn.Module):
         device = self.collection.weight(f"table_{self.features[0].name}").device
         return {f.name: torch.empty(0, dtype=torch.int64, device=device) for f in self.features if f.name not in ids}
 
-    def _map_ids(self, name: str, ids: Ids, frozen: bool) -> Ids:
+    def _map_ids(self, ids: Mapping[str, Ids], frozen: bool) -> Mapping[str, Ids]:
+        return {name: self._map_feature(name, x, frozen) for name, x in ids.items()} if self.maps else ids
+
+    def _map_feature(self, name: str, ids: Ids, frozen: bool) -> Ids:
         id_map = self.maps[f"map_{name}"]
         assert isinstance(id_map, IdMap)
         id_map.train(self.training and not frozen)

@@ -117,7 +117,8 @@ def clip_loss(
         log_sum_exps.append(LogSumExp(hardness, where))
     if hardness and shared_target and not decoupled:
         log_sum_exps.append(LogSumExp(1.0, "same"))
-    plan = inputs.tile_plan(log_sum_exps=tuple(log_sum_exps), columns=direction == "both", same_id_sums=ids is not None)
+    sums = ids is not None and (shared_target or hardness > 0 or label_smoothing > 0)
+    plan = inputs.tile_plan(log_sum_exps=tuple(log_sum_exps), columns=direction == "both", same_id_sums=sums)
     row_and_column_ids = None
     if ids is not None:
         column_ids = ids if negative_ids is None else torch.cat([ids, negative_ids.to(ids)])
@@ -127,28 +128,29 @@ def clip_loss(
     def anchor_losses(by_anchor: Tensor, anchors: Tensor, candidates: Tensor, count: Tensor | float) -> Tensor:
         """Compute the loss of each anchor from its statistics. `count`: the number of candidates on all ranks."""
         diagonal = statistics.diagonal
-        same_count = by_anchor[-1].detach() if ids is not None else 0.0  # candidates with the same id, without the partner
-        rest = by_anchor[0]  # the log-sum-exp of the denominator, without the partner
+        parts = by_anchor.unbind()  # not by_anchor[k], each of which would have a backward of its own
+        same_count = parts[-1].detach() if sums else 0.0  # candidates with the same id, without the partner
+        rest = parts[0]  # the log-sum-exp of the denominator, without the partner
         if hardness:
             number = count - 1 - same_count
             if isinstance(number, Tensor):
-                rest = torch.where(number > 0, number.log() + by_anchor[0] - by_anchor[1], -torch.inf)
+                rest = torch.where(number > 0, number.log() + parts[0] - parts[1], -torch.inf)
             else:  # no tensor: copying a number to a GPU would make the host wait
-                rest = by_anchor[0] - by_anchor[1] + math.log(number) if number > 0 else torch.full_like(rest, -torch.inf)
+                rest = parts[0] - parts[1] + math.log(number) if number > 0 else torch.full_like(rest, -torch.inf)
         if hardness and shared_target and not decoupled:
-            rest = _logaddexp(rest, by_anchor[2])
-        target = (diagonal + by_anchor[-2]) / (same_count + 1) if shared_target else diagonal
+            rest = _logaddexp(rest, parts[2])
+        target = (diagonal + parts[-2]) / (same_count + 1) if shared_target else diagonal
         if decoupled:
             losses = torch.where(rest == -torch.inf, 0.0, rest - target)
         else:  # logaddexp(rest, diagonal) - target would lose all digits of a loss near zero and of its gradient
             losses = softplus(rest - diagonal, threshold=50)
             if shared_target:
-                losses = losses + (same_count * diagonal - by_anchor[-2]) / (same_count + 1)
+                losses = losses + (same_count * diagonal - parts[-2]) / (same_count + 1)
         if label_smoothing:
             total = all_reduce(candidates.sum(0, dtype=rest.dtype), group=group)
             uniform = scale.to(rest.dtype) * (anchors.to(rest.dtype) @ total)
             if ids is not None and not shared_target:
-                uniform = uniform - by_anchor[-2]
+                uniform = uniform - parts[-2]
                 count = count - same_count
             losses = losses + label_smoothing * (target - uniform / count)
         return losses

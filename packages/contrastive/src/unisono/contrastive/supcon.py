@@ -80,9 +80,8 @@ def supcon_loss(
     scale = 1 / shared_scalar(temperature, group)
     plan = inputs.tile_plan(columns=False, same_id_sums=True, diagonal=False)
     statistics = logit_statistics(inputs.x, inputs.y, scale, ids, plan)
-    log_sum = statistics.rows[0]
-    positive_sum = statistics.rows[1]
-    positive_count = statistics.rows[2].detach()
+    log_sum, positive_sum, positive_count = statistics.rows.unbind()
+    positive_count = positive_count.detach()
     has_positive = positive_count > 0
     losses = torch.where(has_positive, log_sum - positive_sum / positive_count.clamp(min=1), 0.0)
     counted = has_positive.to(losses.dtype)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ class EmbeddingCollection(EngineModule):
     forward: takes a dict of features and returns a dict from feature to (bags, dim), or to a Ragged of rows for a table
     without mode. A feature may be a Ragged, (bags, ids) or (bags,) with one id each. Ranks may have different numbers of bags,
     or none. A feature of several tables gives one output for each, called "feature@table", as in TorchRec.
+    stack=True returns one tensor (bags, features, dim) instead, with the features in the order of the dict; all need a mode,
+    one width, and the same number of bags. It costs what torch.stack costs. All its features count as part of the loss.
 
     Backward: each row gets the sum over all ranks of the gradients of its look-ups, divided by the number of ranks if
     grad_reduce="mean". All ranks must run it.
@@ -49,6 +51,9 @@ class EmbeddingCollection(EngineModule):
         >>> collection = EmbeddingCollection(tables, plan="row")
         >>> {name: tuple(x.shape) for name, x in collection(batch).items()}
         {'user': (2, 8), 'title': (2, 4), 'text': (2, 4)}
+        >>> tables = [Table("user", 100, 8), Table("item", 50, 8)]
+        >>> EmbeddingCollection(tables, plan="row")({"user": torch.arange(2), "item": torch.arange(2)}, stack=True).shape
+        torch.Size([2, 2, 8])
     """
 
     def __init__(
@@ -129,14 +134,34 @@ class EmbeddingCollection(EngineModule):
             raise KeyError(f"{type(self).__name__}.{function}: there is no table {name!r}; the tables are {[*self.tables]}")
         return module
 
-    def forward(self, features: Features) -> dict[str, Tensor | Ragged]:
+    @overload
+    def forward(self, features: Features, *, stack: Literal[False] = ...) -> dict[str, Tensor | Ragged]: ...
+    @overload
+    def forward(self, features: Features, *, stack: Literal[True]) -> Tensor: ...
+    def forward(self, features: Features, *, stack: bool = False) -> dict[str, Tensor | Ragged] | Tensor:
         inputs, error = self._read(features)
-        started = None if self._prefetcher is None else self._prefetcher.take(features, inputs)
-        found = self.engine.look_up(inputs, error) if started is None else self.engine.finish(started)
+        if stack:
+            error = error or self._stack_error(inputs)
+        started = None if self._prefetcher is None else self._prefetcher.take(features, inputs, error)
+        if started is None:
+            started = self.engine.start(inputs, self.engine.storage.ranks, error)
+        if stack:
+            return self.engine.finish_stacked(started, [*inputs])
+        found = self.engine.finish(started)
         modes = {output: table.mode for table in self.engine.storage.tables for output in table.features}
         return {
             output: found[output] if modes[output] else Ragged(found[output], bags.offsets) for output, bags in inputs.items()
         }
+
+    def _stack_error(self, inputs: Mapping[str, Ragged]) -> str:
+        """Say why the outputs have no stack; "" if they have one."""
+        tables = self.engine.storage.tables
+        if unpooled := [table.name for table in tables if table.mode is None]:
+            return f"stack=True: table {unpooled[0]!r} has no mode, so its output has no row for each bag"
+        if len(dims := {table.dim for table in tables}) > 1:
+            return f"stack=True: the tables have different widths: {sorted(dims)}"
+        bags = {name: x.offsets.numel() - 1 for name, x in inputs.items()}
+        return f"stack=True: the features have different numbers of bags: {bags}" if len(set(bags.values())) > 1 else ""
 
     def prefetch(self, features: Features) -> None:
         """Start with the batch that the next call will look up: its row numbers travel while this rank computes.

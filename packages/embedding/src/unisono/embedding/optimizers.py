@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from unisono.embedding.lookup.compiled import Step
+
 if TYPE_CHECKING:
+    from unisono.embedding.lookup.kernels import RowGradients
     from unisono.embedding.lookup.storage import GroupShard
     from unisono.embedding.parameters import ShardedTable
+    from unisono.embedding.sharding.table_groups import TableShard
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,12 @@ class Adam:
         square = state["square"].index_select(0, rows).mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
         state["mean"].index_copy_(0, rows, mean)
         state["square"].index_copy_(0, rows, square)
-        steps = int(state["step"])
-        rate = lr * (1 - beta2**steps) ** 0.5 / (1 - beta1**steps)
-        _add_rows(weight, rows, mean.div_(square.sqrt_().add_(self.eps)), -rate)
+        _add_rows(weight, rows, mean.div_(square.sqrt_().add_(self.eps)), -self.rate(lr, int(state["step"])))
+
+    def rate(self, lr: float, steps: int) -> float:
+        """The learning rate with the correction of both moments' bias."""
+        beta1, beta2 = self.betas
+        return lr * math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
 
 
 def _validate_numbers(rule: Any) -> None:
@@ -130,6 +137,7 @@ def _validate_numbers(rule: Any) -> None:
 
 
 Rule = SGD | RowwiseAdagrad | Adagrad | Adam
+_COMPILED_RULES: list[type[Rule]] = [SGD, RowwiseAdagrad, Adagrad, Adam]  # in the order of lookup/compiled.cpp
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -179,8 +187,11 @@ class GradientConsumer(ABC):
         return grads
 
     @abstractmethod
-    def take(self, shard: GroupShard, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
-        """Take the gradients of different rows of the shard, in ascending order; perhaps a part of them at a time."""
+    def take(self, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None = None) -> None:
+        """Take the gradients of rows of the shard, which are in ascending order, before weight decay.
+
+        `square_sums`: of each whole row, after weight decay, if the shard has not all columns and `needs_square_sums`.
+        """
 
     @abstractmethod
     def results(self) -> Sequence[Tensor | None]:
@@ -194,8 +205,11 @@ class FusedUpdate(GradientConsumer):
     a table is frozen if its parameter required no gradient in the forward, or requires none in the backward.
     """
 
-    def __init__(self, optimizer: FusedOptimizer, steps: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self, optimizer: FusedOptimizer, steps: Sequence[Tensor], parameters: Sequence[Tensor], *, compiled: bool
+    ) -> None:
         self.optimizer = optimizer
+        self.is_compiled = compiled and type(optimizer.rule) in _COMPILED_RULES
         self.steps = steps
         self.parameters = {k: parameter for k, parameter in enumerate(parameters) if parameter.requires_grad}
         self.weight_decay = optimizer.weight_decay
@@ -219,24 +233,53 @@ class FusedUpdate(GradientConsumer):
         return grads.add(shard.weight.index_select(0, rows), alpha=self.weight_decay) if self.weight_decay else grads
 
     @torch.no_grad()
-    def take(self, shard: GroupShard, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
-        grads = grads.to(state_dtype(shard.weight))
-        squares = grads
-        if self.needs_square_sums():
-            squares = torch.linalg.vector_norm(grads, dim=1).square_() if square_sums is None else square_sums.to(grads.dtype)
-            squares = squares / sum(shard.group.key.widths)
-        lr, rule = self.optimizer.lr, self.optimizer.rule
-        counts = {self.step_counts.get(part.table) for part in shard.shards}
-        if len(counts) == 1 and None not in counts:  # all tables make the same step
-            state = shard.state | {"step": torch.tensor(counts.pop(), device="cpu")}
-            rule.step(shard.weight, rows.to(torch.int64), grads, state, lr, squares)
+    def take(self, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None = None) -> None:
+        if self.is_compiled and self._take_compiled(shard, gradients, square_sums):
             return
-        for part, own in shard.split(rows):
-            if part.table in self.step_counts:
-                state = {name: shard.view(part, x) for name, x in shard.state.items()}
-                state["step"] = torch.tensor(self.step_counts[part.table], device="cpu")
-                own_rows = rows[own].to(torch.int64) - part.start
-                rule.step(shard.view(part), own_rows, grads[own], state, lr, squares[own])
+        rule, lr = self.optimizer.rule, self.optimizer.lr
+        for part, sums in gradients.blocks():
+            rows = gradients.rows[part]
+            grads = self.decay(shard, rows, sums).to(state_dtype(shard.weight))
+            squares = grads
+            if self.needs_square_sums():
+                if square_sums is None:
+                    squares = torch.linalg.vector_norm(grads, dim=1).square_()
+                else:
+                    squares = square_sums[part].to(grads.dtype)
+                squares = squares / sum(shard.group.key.widths)
+            for table, own, steps in self._split(shard, rows):
+                first = 0 if table is None else table.start
+                state = shard.state if table is None else {name: shard.view(table, x) for name, x in shard.state.items()}
+                state = state | {"step": torch.tensor(steps, device="cpu")}
+                weight = shard.weight if table is None else shard.view(table)
+                rule.step(weight, rows[own].to(torch.int64) - first, grads[own], state, lr, squares[own])
+
+    def _take_compiled(self, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None) -> bool:
+        """Let a compiled kernel do all of it in one pass over each row, if it can; return whether."""
+        rule = self.optimizer.rule
+        step = Step(
+            _COMPILED_RULES.index(type(rule)),
+            self.optimizer.lr,
+            self.weight_decay,
+            getattr(rule, "eps", 0.0),
+            getattr(rule, "betas", (0.0, 0.0)),
+            sum(shard.group.key.widths),
+        )
+        states = list(shard.state.values())
+        for _, own, steps in self._split(shard, gradients.rows):
+            if isinstance(rule, Adam):
+                step = step._replace(rate=rule.rate(self.optimizer.lr, steps))
+            if not gradients.update(step, shard.weight, states, own, square_sums):
+                return False
+        return True
+
+    def _split(self, shard: GroupShard, rows: Tensor) -> list[tuple[TableShard | None, slice, int]]:
+        """Which of the sorted rows change, and in which step of their table; those of all tables at once if it is the same."""
+        counts = {self.step_counts.get(part.table) for part in shard.shards}
+        steps = counts.pop() if len(counts) == 1 else None
+        if steps is not None:
+            return [(None, slice(0, len(rows)), steps)]
+        return [(part, own, self.step_counts[part.table]) for part, own in shard.split(rows) if part.table in self.step_counts]
 
     def results(self) -> Sequence[Tensor | None]:
         return (None,)
@@ -259,12 +302,14 @@ class ParameterGradients(GradientConsumer):
         self.reached = [k for k in tables if self.wanted[k]]
         self.parts = {}
 
-    def take(self, shard: GroupShard, rows: Tensor, grads: Tensor, square_sums: Tensor | None) -> None:
-        for part, own in shard.split(rows):
-            if part.table in self.reached:
-                shape = torch.Size((part.box.shape[0], shard.weight.shape[1]))
-                own_rows = rows[own].to(torch.int64) - part.start
-                self.parts.setdefault(part.table, []).append((own_rows, grads[own], shape))
+    def take(self, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None = None) -> None:
+        for block, sums in gradients.blocks():
+            rows = gradients.rows[block]
+            for part, own in shard.split(rows):
+                if part.table in self.reached:
+                    shape = torch.Size((part.box.shape[0], shard.weight.shape[1]))
+                    own_rows = rows[own].to(torch.int64) - part.start
+                    self.parts.setdefault(part.table, []).append((own_rows, sums[own], shape))
 
     def results(self) -> Sequence[Tensor | None]:
         parts, self.parts = self.parts, {}

@@ -396,7 +396,7 @@ def sigmoid_block(totals: Tensor, column_totals: Tensor | None, weights: tuple[T
 def _choose(tile: Tensor, entry: LogSumExp, same: Tensor | None) -> Tensor:
     if same is None or entry.where == "all":
         return tile
-    return tile.masked_fill(same if entry.where == "other" else ~same, -torch.inf)
+    return torch.where(same, -torch.inf, tile) if entry.where == "other" else torch.where(same, tile, -torch.inf)
 
 
 def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, wanted: bool) -> Tensor:

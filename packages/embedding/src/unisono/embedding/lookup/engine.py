@@ -20,7 +20,7 @@ from unisono.collectives.groups import GroupRanks, process_group, resolve_group
 from unisono.embedding.lookup.input_dist import IncomingRequest, input_dist
 from unisono.embedding.lookup.lookup import lookup
 from unisono.embedding.lookup.output_dist import Pooling, output_dist, plan_pooling
-from unisono.embedding.lookup.reached import Reached
+from unisono.embedding.lookup.reached import Reached, list_features
 from unisono.embedding.lookup.storage import LookupOptions, ShardStorage
 from unisono.embedding.optimizers import FusedOptimizer, Rule
 from unisono.embedding.ragged import Ragged
@@ -55,9 +55,19 @@ class LookupEngine:
 
     @disable_compile
     def finish(self, inputs: DistributedInput) -> dict[str, Tensor]:
+        names = [x.feature for pooling in inputs.poolings for x in list_features(pooling.request)]
+        return dict(zip(names, self._output(inputs), strict=True))
+
+    @disable_compile
+    def finish_stacked(self, inputs: DistributedInput, features: Sequence[str]) -> Tensor:
+        """The pooled rows of `features`, which are all that were looked up, as one tensor (bags, features, dim)."""
+        (stacked,) = self._output(inputs, features)
+        return stacked
+
+    def _output(self, inputs: DistributedInput, stack: Sequence[str] = ()) -> list[Tensor]:
         reached = Reached(range(len(self.storage.tables)))
         rows = lookup(self.storage, inputs.incoming, reached)
-        return output_dist(self.storage, rows, inputs.incoming, inputs.poolings, reached)
+        return output_dist(self.storage, rows, inputs.incoming, inputs.poolings, reached, stack)
 
 
 class EngineModule(nn.Module):
@@ -69,6 +79,11 @@ class EngineModule(nn.Module):
     def optimizer(self) -> FusedOptimizer | None:
         """The handle of a fused optimizer: give it to torch.optim.lr_scheduler."""
         return self.engine.storage.optimizer
+
+    @property
+    def kernels(self) -> str:
+        """What computes on the rows: "compiled", or "torch" and why: no compiler, a device that is no CPU, 16-bit rows."""
+        return self.engine.storage.describe_kernels()
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw initial weights, the same for every plan and number of ranks. All ranks call."""
@@ -125,21 +140,27 @@ class Prefetcher:
 
         self.started = features, _versions(features, inputs), self.pool.submit(run)
 
-    def take(self, features: Mapping[str, Any], inputs: Mapping[str, Ragged]) -> DistributedInput | None:
+    def take(self, features: Mapping[str, Any], inputs: Mapping[str, Ragged], error: str = "") -> DistributedInput | None:
         """Return what was started for these features, if all ranks have it; otherwise drop it on all of them.
 
-        Tensors that were changed in place since then are other features.
+        Tensors that were changed in place since then are other features. `error`: what is wrong with them on this rank.
         """
         if self.started is None:
             return None
         started_features, versions, future = self.started
         function, device = f"{self.engine.storage.options.function}.prefetch", self.engine.storage.options.device
         same = "forward after prefetch"
-        numbers = [int(_same_tensors(started_features, features) and versions == _versions(features, inputs))]
+        is_same = not error and _same_tensors(started_features, features) and versions == _versions(features, inputs)
         rule = "All ranks must prefetch, or none."
         try:
             table = validate_across_ranks(
-                function, self.engine.storage.ranks, same=same, numbers=numbers, words=lambda: same, device=device, rule=rule
+                function,
+                self.engine.storage.ranks,
+                same=same,
+                numbers=[int(is_same)],
+                words=lambda: same,
+                device=device,
+                rule=rule,
             )
         except MismatchError:
             self.started = None  # started on some ranks only: it will never end

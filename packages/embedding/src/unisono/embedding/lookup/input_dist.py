@@ -9,6 +9,7 @@ the bits of their weights, if any feature has weights.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from unisono.collectives import MismatchError, all_to_all_single
 from unisono.collectives.checks import validate_across_ranks
 from unisono.collectives.groups import GroupRanks, as_group, is_fake_group, process_group, small_message_device
-from unisono.embedding.lookup.kernels import Deduplicated, deduplicate
+from unisono.embedding.lookup.kernels import Deduplicated, are_valid, deduplicate
 from unisono.embedding.lookup.storage import GroupShard, ShardStorage
 from unisono.embedding.ragged import Ragged, ragged_error
 from unisono.embedding.sharding.table_groups import RowNumbering, TableGroup
@@ -65,12 +66,16 @@ class OutgoingRequest:
 
     def response_count(self, shard: int) -> int:
         """How many rows and sums come back from a group shard."""
-        return self.row_count(shard) + sum(x.lengths.numel() for x in self.by_bags[shard])
+        return self.row_count(shard) + self._bag_counts[shard][1]
 
     def counts(self, shard: int) -> tuple[int, int, int]:
         """The numbers of rows, of ids in bags, and of bags that are requested from a group shard."""
-        bags = self.by_bags[shard]
-        return self.row_count(shard), sum(x.ids.numel() for x in bags), sum(x.lengths.numel() for x in bags)
+        return self.row_count(shard), *self._bag_counts[shard]
+
+    @cached_property
+    def _bag_counts(self) -> list[tuple[int, int]]:
+        """For each group shard, the numbers of ids in bags and of bags."""
+        return [(sum(x.ids.numel() for x in bags), sum(x.lengths.numel() for x in bags)) for bags in self.by_bags]
 
     def shard_rows(self) -> Tensor:
         """The unique group rows, numbered within their group shards."""
@@ -86,7 +91,7 @@ class OutgoingRequest:
         group = self.group
         return group.columns == 1 and not (group.is_replicated or group.key.scale_grad_by_freq or any(self.by_bags))
 
-    @property
+    @cached_property
     def has_bag_weights(self) -> bool:
         return any(x.weights is not None for bags in self.by_bags for x in bags)
 
@@ -103,6 +108,12 @@ class IncomingRequest:
     frequencies: Tensor | None  # how often the requesting rank looked up each of `rows`
     response_counts: list[int]  # rows and sums that go back to each rank
 
+    @cached_property
+    def dedup(self) -> Deduplicated:
+        """The rows without duplicates, for the backward. The forward finds them while it waits for other ranks."""
+        return deduplicate(self.rows)
+
+    @cached_property
     def bags(self) -> Tensor | None:
         """The bag of each of `rows`."""
         if self.lengths is None:
@@ -219,7 +230,7 @@ def _input_error(storage: ShardStorage, inputs: Mapping[str, Ragged]) -> str:
 
 def _number_error(inputs: Sequence[tuple[str, Table, Ragged]]) -> str:
     """Say what is wrong with ids and offsets. The numbers of all features are read at once: a GPU's host waits once."""
-    if not inputs:
+    if are_valid([(ids, offsets, table.rows) for _, table, (ids, offsets, _) in inputs]) or not inputs:
         return ""
     limits = [
         x for _, _, (ids, _, _) in inputs for x in (ids.aminmax() if ids.numel() else (ids.new_tensor(0), ids.new_tensor(-1)))

@@ -1,13 +1,17 @@
 """The operations that touch rows: ids are deduplicated by one sort; rows are summed by bag, in the backward by duplicates.
 
-All of the package's heavy memory traffic goes through these functions, so a compiled kernel would replace them here.
+All of the package's heavy memory traffic goes through these functions. Each chooses here between compiled.py, if it has a
+library and takes the tensors, and torch's operations, which give the same results.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from unisono.embedding.lookup import compiled
 
 _BLOCK = 8192  # rows whose sums stay in the cache until they are used
 
@@ -28,9 +32,19 @@ class Deduplicated(NamedTuple):
 
 def deduplicate(numbers: Tensor) -> Deduplicated:
     """Bring equal numbers together by one sort, which serves the requests and the backward."""
+    if compiled.handles(numbers) and (found := compiled.deduplicate(numbers)) is not None:
+        return Deduplicated(*found)
     ordered, order = numbers.sort(stable=True)
     unique, counts = torch.unique_consecutive(ordered, return_counts=True)
     return Deduplicated(unique, order, counts.cumsum(0) - counts, counts)
+
+
+def are_valid(features: Sequence[tuple[Tensor, Tensor, int]]) -> bool:
+    """Whether all ids and offsets are known to be valid; False: find out by torch's operations.
+
+    features: (ids, offsets, rows of the table), all int32 or int64.
+    """
+    return compiled.handles(*(x for ids, offsets, _ in features for x in (ids, offsets))) and compiled.are_valid(features)
 
 
 def sum_bags(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -38,6 +52,8 @@ def sum_bags(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None
     if starts.numel() == 0 or index.numel() == 0 or rows.shape[1] == 0:
         return rows.new_zeros((starts.numel(), rows.shape[1]))
     weights = None if weights is None else weights.to(rows.dtype)
+    if rows.is_floating_point() and compiled.handles(rows, index, starts, weights):
+        return compiled.sum_bags(rows, index, starts, weights)
     out: Tensor = torch.embedding_bag(rows, index, starts.to(index.dtype), False, 0, False, weights)[0]
     return out
 
@@ -51,20 +67,80 @@ def sum_duplicates(rows: Tensor, bags: Tensor | None, dedup: Deduplicated, weigh
     return sum_bags(rows, index, dedup.starts, None if weights is None else weights.index_select(0, dedup.order))
 
 
-def sum_duplicates_in_blocks(
-    rows: Tensor, bags: Tensor | None, dedup: Deduplicated, weights: Tensor | None = None
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield what sum_duplicates returns, some unique numbers at a time: on a CPU a block is used before it has left the cache.
+@dataclass
+class RowGradients:
+    """Gradients of different rows that are still to be summed: rows[k] has those at the positions of dedup's number k.
 
-    There is one block even if there are no numbers: an empty gradient is a gradient, too.
+    Position p has grads[bags[p]] * weights[p]. The sum of row k is divided by divisors[k] and multiplied by `factor`.
     """
-    total = dedup.unique.numel()
-    size = _BLOCK if rows.device.type == "cpu" else max(total, 1)
-    index = dedup.order if bags is None else bags.index_select(0, dedup.order)
-    ordered = None if weights is None else weights.index_select(0, dedup.order)
-    ends = [*dedup.starts[::size].tolist(), index.numel()] if total > size else [0, index.numel()]
-    for block, start in enumerate(range(0, max(total, 1), size)):
-        part = slice(start, min(start + size, total))
-        positions = slice(ends[block], ends[block + 1])
-        own_weights = None if ordered is None else ordered[positions]
-        yield part, sum_bags(rows, index[positions], dedup.starts[part] - ends[block], own_weights)
+
+    rows: Tensor
+    grads: Tensor
+    dedup: Deduplicated | None = None  # None: rows[k] has grads[k]
+    bags: Tensor | None = None  # None: position p has grads[p]
+    weights: Tensor | None = None
+    divisors: Tensor | None = None
+    factor: float = 1.0
+
+    def sums(self) -> Tensor:
+        if self.dedup is None:
+            return self.grads
+        return self._scale_(sum_duplicates(self.grads, self.bags, self.dedup, self.weights), slice(None))
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the sums of some rows at a time: on a CPU a block is used before it has left the cache.
+
+        There is one block even if there are no rows: an empty gradient is a gradient, too.
+        """
+        total, dedup = self.rows.numel(), self.dedup
+        size = _BLOCK if self.grads.device.type == "cpu" else max(total, 1)
+        if dedup is None or total <= size:
+            yield slice(0, total), self.sums()
+            return
+        index = dedup.order if self.bags is None else self.bags.index_select(0, dedup.order)
+        ordered = None if self.weights is None else self.weights.index_select(0, dedup.order)
+        ends = [*dedup.starts[::size].tolist(), index.numel()]
+        for block, start in enumerate(range(0, total, size)):
+            part = slice(start, min(start + size, total))
+            positions = slice(ends[block], ends[block + 1])
+            own_weights = None if ordered is None else ordered[positions]
+            sums = sum_bags(self.grads, index[positions], dedup.starts[part] - ends[block], own_weights)
+            yield part, self._scale_(sums, part)
+
+    def _scale_(self, sums: Tensor, part: slice) -> Tensor:
+        if self.divisors is not None:
+            sums.div_(self.divisors[part, None])
+        return sums if self.factor == 1 else sums.mul_(self.factor)
+
+    def update(
+        self, step: compiled.Step, weight: Tensor, states: Sequence[Tensor], part: slice, squares: Tensor | None = None
+    ) -> bool:
+        """Sum the gradients of rows[part] and make an optimizer's step with them, if a compiled kernel can; return whether.
+
+        `squares`: the sum of squares of the gradient of each whole row, if `weight` has not all columns.
+        """
+        grads, dedup = self.grads.contiguous(), self.dedup
+        numbers = [None if x is None else x.to(grads.dtype) for x in (self.weights, self.divisors, squares)]
+        if grads.dtype != weight.dtype or not compiled.handles(weight, self.rows, grads, *states, *numbers):
+            return False
+        weights, divisors, squares = numbers
+        index = None
+        if dedup is not None:
+            index = dedup.order if self.bags is None else self.bags.index_select(0, dedup.order)
+            weights = None if weights is None else weights.index_select(0, dedup.order)
+        compiled.update(
+            step,
+            weight,
+            states,
+            self.rows,
+            part,
+            grads,
+            index=index,
+            starts=None if dedup is None else dedup.starts,
+            counts=None if dedup is None else dedup.counts,
+            weights=weights,
+            divisors=divisors,
+            squares=squares,
+            factor=self.factor,
+        )
+        return True

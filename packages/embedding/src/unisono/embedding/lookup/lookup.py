@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from unisono.collectives import all_gather, all_to_all_single
 from unisono.collectives.groups import GroupRanks, as_group
 from unisono.embedding.lookup.input_dist import IncomingRequest
-from unisono.embedding.lookup.kernels import Deduplicated, deduplicate, sum_bags, sum_duplicates, sum_duplicates_in_blocks
+from unisono.embedding.lookup.kernels import Deduplicated, RowGradients, deduplicate, sum_bags, sum_duplicates
 from unisono.embedding.lookup.reached import Reached
 from unisono.embedding.lookup.storage import GroupShard, ShardStorage
 from unisono.embedding.optimizers import FusedUpdate, GradientConsumer, ParameterGradients
@@ -32,12 +32,12 @@ def lookup(storage: ShardStorage, incoming: Sequence[IncomingRequest], reached: 
         if request.group.key.max_norm is not None:
             with torch.no_grad():
                 _renormalise(request, storage.ranks, storage.options.dtype)
-    parameters: list[Tensor] = [module.weight for module in storage.modules]
+    parameters = storage.parameters()
     consumer: GradientConsumer
     if storage.optimizer is None:
         consumer = ParameterGradients(storage.modules, storage.options.sparse)
     else:
-        consumer = FusedUpdate(storage.optimizer, storage.steps, parameters)
+        consumer = FusedUpdate(storage.optimizer, storage.steps, parameters, compiled=storage.is_compiled)
         parameters = [torch.zeros((), requires_grad=storage.requires_grad())]  # only ties the output into the graph
     reached.matters = consumer.needs_reached_tables()
     factor = 1 / storage.ranks.size if storage.options.grad_reduce == "mean" else 1.0
@@ -123,7 +123,7 @@ def _consume_gradients(
     `reached`: for each response whether it has a gradient; None: all have.
     """
     group, shard = request.group, request.shard
-    rows, bags, weights, frequencies = request.rows, request.bags(), request.weights, request.frequencies
+    rows, bags, weights, frequencies = request.rows, request.bags, request.weights, request.frequencies
     if reached is not None:
         keep = reached[:, 0] if bags is None else reached[:, 0].index_select(0, bags)
         rows, bags = rows[keep], keep.nonzero()[:, 0] if bags is None else bags[keep]
@@ -137,27 +137,20 @@ def _consume_gradients(
         rows = all_gather(dedup.unique, group=as_group(ranks))
         grads = all_gather(sums, group=as_group(ranks))
         bags, weights = None, None
-    dedup = _without_padding(deduplicate(rows), shard)
+    dedup = _without_padding(request.dedup if rows is request.rows else deduplicate(rows), shard)
     divisors = None if frequencies is None else _sum_numbers(frequencies, dedup)
+    gradients = RowGradients(dedup.unique, grads, dedup, bags, weights, divisors, factor)
     if group.columns > 1 and consumer.needs_square_sums():  # of whole rows, so the chunks of columns communicate
-        sums = grads
+        sums = decayed = grads
         if shard is not None:
-            sums = _scale_(sum_duplicates(grads, bags, dedup, weights), divisors, factor)
-            sums = consumer.decay(shard, dedup.unique, sums)
-        squares = sums.to(torch.promote_types(sums.dtype, torch.float32)).square().sum(1)
+            sums = gradients.sums()
+            decayed = consumer.decay(shard, dedup.unique, sums)
+        squares = decayed.to(torch.promote_types(decayed.dtype, torch.float32)).square().sum(1)
         squares = _reduce_over_columns(squares, group, ranks)
         if shard is not None:
-            consumer.take(shard, dedup.unique, sums, squares)
+            consumer.take(shard, RowGradients(dedup.unique, sums), squares)
     elif shard is not None:
-        for part, sums in sum_duplicates_in_blocks(grads, bags, dedup, weights):
-            sums = _scale_(sums, None if divisors is None else divisors[part], factor)
-            consumer.take(shard, dedup.unique[part], consumer.decay(shard, dedup.unique[part], sums), None)
-
-
-def _scale_(sums: Tensor, divisors: Tensor | None, factor: float) -> Tensor:
-    if divisors is not None:
-        sums.div_(divisors[:, None])
-    return sums if factor == 1 else sums.mul_(factor)
+        consumer.take(shard, gradients)
 
 
 def _sum_numbers(numbers: Tensor, dedup: Deduplicated) -> Tensor:

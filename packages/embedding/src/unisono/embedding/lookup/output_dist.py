@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unisono.collectives import all_to_all_single
+from unisono.collectives import start_all_to_all_single
 from unisono.collectives.groups import as_group
 from unisono.embedding.lookup.input_dist import FeatureIds, IncomingRequest, OutgoingRequest
 from unisono.embedding.lookup.kernels import sum_bags, sum_duplicates
 from unisono.embedding.lookup.reached import Reached, list_features, place_responses
 from unisono.embedding.lookup.storage import ShardStorage
 
+_ARGUMENTS = 6  # of PoolFunction, before the weights
+_NO_GRADIENTS = (None,) * (_ARGUMENTS - 1)
 _BLOCK = 16384  # ids whose rows are held at once for the gradient of their weights
 
 
@@ -72,19 +74,26 @@ def plan_pooling(request: OutgoingRequest) -> Pooling:
 
 
 def output_dist(
-    storage: ShardStorage, flat: Tensor, incoming: Sequence[IncomingRequest], poolings: list[Pooling], reached: Reached
-) -> dict[str, Tensor]:
+    storage: ShardStorage,
+    flat: Tensor,
+    incoming: Sequence[IncomingRequest],
+    poolings: list[Pooling],
+    reached: Reached,
+    stack: Sequence[str] = (),
+) -> list[Tensor]:
     """Send the rows that `lookup` read to the ranks that requested them, and pool what arrives: a tensor for each feature.
 
-    `reached`: filled by the backward.
+    The features have the order of reached.list_features. `reached`: filled by the backward. `stack`: return one tensor
+    (bags, features, dim) instead, with the features in this order.
     """
     received = _exchange_responses(storage, flat, incoming, poolings)
     outgoing = [pooling.request for pooling in poolings]
     weights = [_join_weights(request, received) for request in outgoing]
     find_reached = partial(reached.find, storage, outgoing, incoming)
-    outputs = PoolFunction.apply(received, storage.ranks.rank, storage.ranks.size, poolings, find_reached, *weights)
     names = [x.feature for request in outgoing for x in list_features(request)]
-    return dict(zip(names, outputs, strict=True))
+    order = [names.index(name) for name in stack]
+    ranks = storage.ranks
+    return list(PoolFunction.apply(received, ranks.rank, ranks.size, poolings, find_reached, order, *weights))
 
 
 def _exchange_responses(
@@ -106,8 +115,12 @@ def _exchange_responses(
                 receive[owner] += pooling.request.response_count(shard_number) * width
     wire_dtype = storage.options.wire_dtype
     wire = flat if wire_dtype is None else flat.to(wire_dtype)
-    moved = all_to_all_single(wire, send_sizes=send, receive_sizes=receive, group=as_group(ranks))
-    return moved.to(flat.dtype)
+    pending = start_all_to_all_single(wire, send_sizes=send, receive_sizes=receive, group=as_group(ranks))
+    if flat.requires_grad:  # what the backward needs beside the gradients is computed while the rows travel
+        for request in incoming:
+            if request.shard is not None and not request.group.is_replicated:
+                _ = request.dedup, request.bags
+    return pending.wait().to(flat.dtype)
 
 
 def _join_weights(request: OutgoingRequest, like: Tensor) -> Tensor | None:
@@ -122,10 +135,10 @@ def _join_weights(request: OutgoingRequest, like: Tensor) -> Tensor | None:
 class PoolFunction(torch.autograd.Function):
     """Make the features of all table groups from the responses of all ranks.
 
-    forward(flat, rank, world_size, poolings, find_reached, *weights): `flat` has, from each rank in turn, for each table group,
-    the rows and sums of its shard; `find_reached` is told in the backward which features have a gradient; `weights`: the joined
-    weights of request.by_rows of each pooling, or None. Returns the features of all poolings: those pooled here, then those
-    that their owners summed, group shard by group shard.
+    forward(flat, rank, world_size, poolings, find_reached, order, *weights): `flat` has, from each rank in turn, for each table
+    group, the rows and sums of its shard; `find_reached` is told in the backward which features have a gradient; `weights`: the
+    joined weights of request.by_rows of each pooling, or None. Returns the features of all poolings: those pooled here, then
+    those that their owners summed, group shard by group shard; or, if `order` has their numbers, one stack of them.
 
     Backward: each response gets the sum of the gradients of the bags it is in, scaled as it was; a weight gets the product of
     its row and its bag's gradient.
@@ -139,9 +152,10 @@ class PoolFunction(torch.autograd.Function):
         world_size: int,
         poolings: list[Pooling],
         find_reached: Callable[[list[bool]], None],
+        order: list[int],
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.rank, ctx.poolings, ctx.find_reached, ctx.dtype = rank, poolings, find_reached, flat.dtype
+        ctx.rank, ctx.poolings, ctx.find_reached, ctx.order, ctx.dtype = rank, poolings, find_reached, order, flat.dtype
         ctx.set_materialize_grads(False)  # a feature outside the loss has None
         outputs: list[Tensor] = []
         saved_columns: list[list[Tensor]] = []
@@ -154,16 +168,21 @@ class PoolFunction(torch.autograd.Function):
             sizes = [pooling.output_rows(x) for x in pooling.request.by_rows]
             outputs += pooled.split_with_sizes(sizes) if sizes else []
             outputs += _read_sums(columns, pooling.request)
-            saved_columns.append(columns if ctx.needs_input_grad[5 + k] else [])  # for the gradient of the weights
+            saved_columns.append(columns if ctx.needs_input_grad[_ARGUMENTS + k] else [])  # for the gradient of the weights
         saved = [*weights, *(x for columns in saved_columns for x in columns), *all_maxima]
         ctx.save_for_backward(flat.new_empty(0), *saved)  # never nothing: a second backward shall raise as torch's do
         ctx.column_counts = [len(columns) for columns in saved_columns]
+        if order:
+            return (torch.stack([outputs[k] for k in order], 1),)
         # Detached: autograd must not take a view of the input for one that in-place changes of a caller have to follow.
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.order:
+            stacked = dict(zip(ctx.order, (None,) * len(ctx.order) if grads[0] is None else grads[0].unbind(1), strict=True))
+            grads = tuple(stacked[k] for k in range(len(ctx.order)))
         if ctx.needs_input_grad[0]:
             ctx.find_reached([grad is not None for grad in grads])
         remaining, saved = iter(grads), iter(ctx.saved_tensors[1:])
@@ -189,11 +208,13 @@ class PoolFunction(torch.autograd.Function):
                 columns = slice(edges[j], edges[j + 1])
                 rows = _row_gradients(joined[:, columns], pooling, all_weights[k], all_maxima[k][j])
                 if len(ctx.poolings) == 1 and request.is_rows_only:
-                    return rows.reshape(-1), None, None, None, None, *weight_grads
+                    return rows.reshape(-1), *_NO_GRADIENTS, *weight_grads
                 sums = [[grad[:, columns] for grad in shard_grads] for shard_grads in sum_grads]
                 place_responses(parts, k, request, j, ctx.rank, rows, sums)
-        ordered = [part.reshape(-1) for place in sorted(parts) for part in parts[place]]
-        return torch.cat(ordered) if ordered else None, None, None, None, None, *weight_grads
+        ordered = [part for place in sorted(parts) for part in parts[place]]
+        if len({part.shape[1] for part in ordered}) > 1:
+            ordered = [part.reshape(-1) for part in ordered]  # copies parts of a stack or of columns once more
+        return torch.cat(ordered).view(-1) if ordered else None, *_NO_GRADIENTS, *weight_grads
 
 
 def _or_zeros(grad: Tensor | None, rows: int, like: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from unisono.collectives import Group, broadcast
 from unisono.collectives.checks import validate_across_ranks
 from unisono.collectives.groups import as_group, process_group, resolve_group, small_message_device
 from unisono.embedding.hashing import mix_seed
+from unisono.embedding.lookup import compiled
 from unisono.embedding.optimizers import FusedOptimizer, Rule, counts_steps, rule_error, state_dtype
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.sharding.layouts import Layout
@@ -79,6 +80,10 @@ class ShardStorage:
         self.options = options
         self.rule = rule
         self.ranks = resolve_group(group)
+        self.is_compiled = (
+            False  # whether compiled kernels make the optimizer's steps: on all ranks, or copies would drift apart
+        )
+        self.why_not_compiled = ""
         self.layouts = self._validate(layouts)
         self.groups = group_tables(self.tables, self.layouts, self.ranks.size)
         self.row_numberings = number_rows(self.groups, self.tables)
@@ -98,7 +103,7 @@ class ShardStorage:
             error = f"grad_reduce={options.grad_reduce!r} is neither 'mean' nor 'sum'"
         if options.wire_dtype not in (None, torch.bfloat16, torch.float16):
             error = f"wire_dtype={options.wire_dtype!r} is none of None, torch.bfloat16, torch.float16"
-        error = rule_error(self.rule) or error
+        error = rule_error(self.rule) or compiled.switch_error() or error
         try:
             assigned = [layout.assign_ranks(self.ranks.size) for layout in layouts]
         except ValueError as layout_error:
@@ -109,16 +114,20 @@ class ShardStorage:
         )
         rule = "All ranks must make the same tables with the same plan and options."
         words = f"{options.function}({arguments})"
-        validate_across_ranks(
+        found = compiled.load()
+        table = validate_across_ranks(
             options.function,
             self.ranks,
             same=words,
-            numbers=(),
+            numbers=[found.library is not None],
             words=lambda: words,
             device=options.device,
             rule=rule,
             problem=error,
         )
+        self.is_compiled = all(row[0] for row in table)
+        without = [rank for rank, row in enumerate(table) if not row[0]]
+        self.why_not_compiled = found.why_not or ("" if self.is_compiled else f"rank {without[0]} has no compiled library")
         return assigned
 
     def _make_shard(self, group: TableGroup) -> GroupShard | None:
@@ -130,16 +139,29 @@ class ShardStorage:
         weight = _empty_rows(shape, dtype=self.options.dtype, device=self.options.device)
         return GroupShard(group, shard, weight, {} if self.rule is None else self.rule.states(weight))
 
+    def parameters(self) -> list[Tensor]:
+        """The weight of each table. Read from the dict of its module, since Module.__getattr__ takes long for many tables."""
+        return [module._parameters["weight"] for module in self.modules]  # type: ignore[misc]
+
     def requires_grad(self) -> bool:
-        return any(module.weight.requires_grad for module in self.modules)
+        return any(weight.requires_grad for weight in self.parameters())
 
     def describe_training(self) -> str:
         """What the backward does, as far as it must be the same on all ranks and may change from step to step."""
-        frozen = [module.table.name for module in self.modules if not module.weight.requires_grad]
+        frozen = [table.name for table, x in zip(self.tables, self.parameters(), strict=True) if not x.requires_grad]
         words = f"; frozen: {', '.join(frozen)}" if frozen else ""
         if self.optimizer is not None:
             words += f"; lr={self.optimizer.lr}, weight_decay={self.optimizer.weight_decay}"
         return words
+
+    def describe_kernels(self) -> str:
+        """Which kernels make the steps of the optimizer."""
+        dtype, device = self.options.dtype, self.options.device
+        if not self.is_compiled:
+            return f"torch: {self.why_not_compiled}"
+        if device.type != "cpu":
+            return f"torch: the tables are on {device}"
+        return "compiled" if dtype in (torch.float32, torch.float64) else f"torch: the tables are {dtype}"
 
     def owner_pools(self, number: int, weights: Tensor | None) -> bool:
         """Whether the owner of a table sums the bags. The gradient of a weight needs its row, and so does a maximum."""
@@ -189,16 +211,21 @@ class ShardStorage:
     def follow_parameters(self) -> None:
         """If a parameter was given other memory (`.data =`, pickle, another Parameter), copy its values into the shard."""
         replaced = []
+        weights = self.parameters()
         for shard, part in self._table_shards():
-            weight, view = self.modules[part.table].weight, shard.view(part)
+            weight = weights[part.table]
             local = _local_part(weight)
+            begins_at = shard.weight.data_ptr() + part.start * shard.weight.stride(0) * shard.weight.itemsize
+            if isinstance(weight, nn.Parameter) and local is not None and local.data_ptr() == begins_at:
+                continue
+            view = shard.view(part)
             where = f"{self.options.function}: the weight of table {self.tables[part.table].name!r}"
             if not isinstance(weight, nn.Parameter):
                 kind = type(weight).__name__
                 raise TypeError(
                     f"{where} is no Parameter but a {kind}: torch.func.functional_call cannot replace a sharded table"
                 )
-            if local is None or not view.numel() or local.data_ptr() == view.data_ptr():
+            if local is None or not view.numel():
                 continue
             if tuple(local.shape) != tuple(view.shape):
                 raise ValueError(f"{where} was replaced by one of shape {tuple(weight.shape)}")
