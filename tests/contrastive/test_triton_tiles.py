@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,22 @@ def test_kernels_fit_into_a_gpu(arch, dtype, plan):
         if usage.kernel in ("statistics_kernel", "slopes_kernel", "sigmoid_kernel", "products_kernel"):
             tensor_cores = ("wgmma" if arch == 90 else "mma.sync") in usage.ptx
             assert tensor_cores == (dtype == "bfloat16"), usage[:4]
+
+
+def test_fast_allows_tf32_for_the_products_alone(monkeypatch):
+    """Logits of other digits than those of the forward would not belong to its log-sum-exps."""
+
+    @contextmanager
+    def allowed(*_):  # as on CUDA
+        torch.set_float32_matmul_precision("high")
+        yield
+        torch.set_float32_matmul_precision("highest")
+
+    monkeypatch.setattr(triton_tiles, "allow_tf32", allowed)
+    with compiled_for(80) as usages:
+        launch_all(TilePlan(precision="fast"), torch.float32)
+    for usage in usages:
+        assert ("mma.sync" in usage.ptx) == (usage.kernel == "products_kernel"), usage[:4]
 
 
 def test_all_that_may_be_missing_compiles(monkeypatch):

@@ -69,7 +69,8 @@ def tile_blocks(dtype: torch.dtype, rows: int, wide: bool, capability: tuple[int
     if dtype == torch.float32:
         return Blocks(tall, 64, 32)
     columns = 128 if wide else 64
-    return Blocks(tall, columns, 64) if capability >= (9, 0) else Blocks(tall, columns, 32, stages=4)
+    large = capability[0] in (9, 10)  # 227 KiB of shared memory; others have 163 or 99
+    return Blocks(tall, columns, 64) if large else Blocks(tall, columns, 32, stages=4)
 
 
 class TritonTiles(BlockKernels):
@@ -262,12 +263,12 @@ class TritonTiles(BlockKernels):
         programs = triton.cdiv(n_rows, blocks.rows) * triton.cdiv(x.shape[1], blocks.columns)
         parts = max(min(_PROGRAMS // programs, step // (4 * _PADDING)), 1)
         target = x.new_empty((parts, *x.shape), dtype=self.dtype) if parts > 1 else dx.unsqueeze(0)
-        with allow_tf32(self.plan.precision, x):
-            for part in spans(n_columns, step):
-                width = triton.cdiv(part.stop - part.start, _PADDING) * _PADDING
-                slopes = scratch[: planes * padded_rows * width].view(planes, padded_rows, width)
-                slopes_of(part.start, slopes)
-                adds = part.start > 0 or (accumulate and parts == 1)
+        for part in spans(n_columns, step):
+            width = triton.cdiv(part.stop - part.start, _PADDING) * _PADDING
+            slopes = scratch[: planes * padded_rows * width].view(planes, padded_rows, width)
+            slopes_of(part.start, slopes)
+            adds = part.start > 0 or (accumulate and parts == 1)
+            with allow_tf32(self.plan.precision, x):  # the logits must be those of the forward
                 _products_op(slopes, x, y[part.slice], lift, target, None if dy is None else dy[part.slice], adds)
         if parts > 1 and accumulate:
             dx.add_(target.sum(0))
