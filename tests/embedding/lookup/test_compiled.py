@@ -1,5 +1,6 @@
 """The compiled kernels give what torch's operations give, are built safely, and are used only where they can be."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -7,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 from unisono.collectives import MismatchError
 from unisono.embedding import SGD, Adagrad, Adam, EmbeddingCollection, Layout, Ragged, RowwiseAdagrad, Table
@@ -188,6 +190,42 @@ def one_rank_without() -> None:
 def test_all_ranks_use_the_same_kernels(ranks):
     """Copies of a replicated table would drift apart by their roundings."""
     ranks(one_rank_without, world_size=2)
+
+
+def train_watched(options) -> torch.Tensor:
+    """Train copies of a table while a mode of torch counts the operations of one rank."""
+    torch.manual_seed(0)
+    collection = EmbeddingCollection([Table("t", 40, 24)], plan="replicated", dtype=torch.float32, **options)
+    optimizer = None if collection.optimizer else torch.optim.SGD(collection.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        with FlopCounterMode(display=False) if dist.get_rank() == 1 else contextlib.nullcontext():
+            found = collection({"t": torch.randint(40, (300, 4), generator=draw)})["t"]
+            (found * torch.randn(300, 24, generator=draw)).sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return collection.full_weight("t")
+
+
+def train_all_watched() -> list[torch.Tensor]:
+    return [train_watched(options) for options in [*({"optimizer": rule} for rule in RULES[:4]), {}]]
+
+
+@needs_compiler
+def test_copies_are_the_same_if_one_rank_counts_operations(ranks):
+    for one, other in zip(*ranks(train_all_watched, world_size=2), strict=True):
+        assert torch.equal(one, other)
+
+
+@needs_compiler
+@pytest.mark.parametrize("rule", RULES[:4], ids=str)
+def test_autograd_notices_a_step(rule):
+    collection = EmbeddingCollection([Table("t", 10, 4)], optimizer=rule, plan="row")
+    penalty = collection.weight("t").square().sum()
+    collection({"t": torch.tensor([1, 2])})["t"].sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
 
 
 COMPILER = """#!/bin/sh

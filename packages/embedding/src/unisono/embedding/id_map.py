@@ -220,7 +220,7 @@ class IdMapCollection(nn.Module):
     for an EmbeddingCollection. Some features may be missing, the same ones on all ranks. Each map gives the rows that it would
     give alone. In training mode maps admit ids; to freeze one map, call `collection.maps[name].eval()`.
 
-    `reassigned`: for each map the rows that went from an old id to a new one in the last call; none, if it had no feature there.
+    `reassigned`: for each map the rows that went from an old id to a new one in the last call, if it had ids there.
 
     Backward: none; rows are integers.
 

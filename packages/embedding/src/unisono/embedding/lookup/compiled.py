@@ -54,8 +54,11 @@ def switch_error() -> str:
     return "" if choice in ("compiled", "torch") else f"{_SWITCH}={choice!r} is neither 'compiled' nor 'torch'"
 
 
-def handles(*tensors: Tensor | None) -> bool:
-    """Whether the library takes these tensors. It does not while a mode of torch counts or fakes torch's operations."""
+def handles(*tensors: Tensor | None, copied: bool = False) -> bool:
+    """Whether the library takes these tensors. It does not while a mode of torch, such as FlopCounterMode, sees operations.
+
+    `copied`: other ranks compute the same and must get the same bits. They may be in other modes, so modes do not matter.
+    """
     return (
         load().library is not None
         and all(
@@ -63,7 +66,7 @@ def handles(*tensors: Tensor | None) -> bool:
             or (type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.dtype in _NAMES and x.is_contiguous())
             for x in tensors
         )
-        and torch._C._len_torch_dispatch_stack() == 0
+        and (copied or torch._C._len_torch_dispatch_stack() == 0)
     )
 
 
@@ -171,6 +174,8 @@ def update(
         step.columns,
     )
     _function("update", weight, rows)(ctypes.byref(arguments), torch.get_num_threads())
+    # Autograd must notice, as it does with torch's operations, if a graph that was saved before needs the old values.
+    torch.autograd.graph.increment_version([x for x in (weight, *states) if not x.is_inference()])
 
 
 def _pointer(x: Tensor | None) -> int | None:
