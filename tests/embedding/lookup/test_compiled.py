@@ -1,6 +1,7 @@
 """The compiled kernels give what torch's operations give, are built safely, and are used only where they can be."""
 
 import contextlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -301,6 +302,37 @@ def test_no_library_has_a_reason(build, monkeypatch, tmp_path):
     assert "NotADirectoryError" in reason()
     monkeypatch.setenv("UNISONO_EMBEDDING_KERNELS", "torch")
     assert reason() == "UNISONO_EMBEDDING_KERNELS=torch"
+
+
+def test_no_home_and_strange_compilers_have_a_reason(build, monkeypatch, tmp_path):
+    build.choose(version=4)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    with mock.patch.object(Path, "home", side_effect=RuntimeError("Could not determine home directory.")):
+        assert compiled.load.__wrapped__().why_not == "RuntimeError: Could not determine home directory."
+    script = tmp_path / "latin"
+    script.write_bytes(b"#!/bin/sh\nprintf '\\377'\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    assert compiled.load.__wrapped__().why_not.startswith("UnicodeDecodeError")
+    monkeypatch.setenv("CXX", "'g++")
+    assert compiled.load.__wrapped__().why_not == "ValueError: No closing quotation"
+
+
+def test_compiler_may_have_words_before_it(build, monkeypatch):
+    path = build()
+    compiler = os.environ["CXX"]
+    monkeypatch.setenv("CXX", f"env {compiler}")
+    other = compiled._build()
+    assert other != path and other.read_text() == "library\n" and build.calls() == 2
+    assert compiled._build() == other and build.calls() == 2
+
+
+def test_links_of_the_cache_are_followed_once(build, tmp_path, monkeypatch):
+    """A link that others may change must not decide, after the check, what is loaded."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    assert build().parent == (tmp_path / "real" / "unisono").resolve()
 
 
 def test_read_only_cache_has_a_reason(build):

@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def load() -> Loaded:
         return Loaded(_declare(ctypes.CDLL(str(_build()))))
     except NoLibrary as reason:
         return Loaded(None, str(reason))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:  # also: no home, words of no encoding
         return Loaded(None, f"{type(error).__name__}: {error}")
 
 
@@ -202,18 +203,20 @@ def _build() -> Path:
         raise NoLibrary(f"{_SWITCH}=torch")
     if os.name != "posix":
         raise NoLibrary(f"not built on {sys.platform}")
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else _COMPILERS
-    compiler = next((where for name in names if (where := shutil.which(name))), None)
+    chosen = shlex.split(os.environ.get("CXX", ""))  # may be "ccache g++"
+    commands = [chosen] if chosen else [[name] for name in _COMPILERS]
+    compiler = next(([where, *words[1:]] for words in commands if (where := shutil.which(words[0]))), None)
     if compiler is None:
-        raise NoLibrary(f"found no C++ compiler ({', '.join(names)})")
-    version = _run(compiler, "--version")
-    key = hashlib.sha256("\0".join([_SOURCE.read_text(), version, platform.machine(), *_FLAGS]).encode()).hexdigest()
+        raise NoLibrary(f"found no C++ compiler ({', '.join(words[0] for words in commands)})")
+    version = _run(*compiler, "--version")
+    made_of = [_SOURCE.read_text(), version, platform.machine(), *compiler, *_FLAGS]
+    key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()
     folder = _cache_folder()
     path = folder / f"embedding-{key[:32]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as made_in:
             made = Path(made_in) / path.name
-            _run(compiler, *_FLAGS, str(_SOURCE), "-o", str(made))
+            _run(*compiler, *_FLAGS, str(_SOURCE), "-o", str(made))
             made.chmod(0o700)
             made.replace(path)
     if not _is_only_ours(path):
@@ -225,6 +228,7 @@ def _cache_folder() -> Path:
     """A folder of this user that nobody else can write into, since code is loaded from it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unisono"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = folder.resolve()  # what is checked is what is used, even if a link on the way is changed afterwards
     if not _is_only_ours(folder):
         raise NoLibrary(f"{folder} may be written by others")
     return folder
