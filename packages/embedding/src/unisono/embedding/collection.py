@@ -162,13 +162,11 @@ class EmbeddingCollection(EngineModule):
         module = self._table("reset_rows", table)
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < module.table.rows:
             raise IndexError(f"reset_rows: rows {int(rows.min())} to {int(rows.max())}: {table!r} has {module.table.rows}")
-        box, rule = module.box, module.rule or self.engine.storage.rule
+        box = module.box
         rows = rows.to(torch.int64)  # a box may begin beyond 2^31
         own = rows[(rows >= box.row) & (rows < box.row_end)].to(module.local.device) - box.row
-        first_states = rule.states(module.local[:1]) if rule is not None and module.local.numel() else {}
         module.local[own] = 0
-        for name, value in first_states.items():
-            module.states[name][own] = value[:1]
+        module.reset_states(module.rule or self.engine.storage.rule, own)
 
     def copy_rows(self, smaller: "EmbeddingCollection") -> None:
         """Copy the rows of a collection whose tables have as many rows or fewer, with the state of its optimizer.
