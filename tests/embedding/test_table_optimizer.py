@@ -182,6 +182,29 @@ def test_all_ranks_skip_a_step_with_infinite_gradients(ranks, plan):
         assert_same(found, expected)
 
 
+def scaled_by_a_fused_optimizer() -> tuple[list[Tensor], float]:
+    """The gradient of the second step is infinite on one rank."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.Adam([weight], lr=0.1, fused=True), GradScaler("cpu", init_scale=8.0)
+    history = []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        if step == 1 and rank_and_world()[0] == rank_and_world()[1] - 1:
+            weight.grad[1] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        history.append(weight.detach().clone())
+    return history, scaler.get_scale()
+
+
+def test_all_ranks_skip_a_step_of_an_optimizer_that_unscales_for_itself(ranks):
+    expected, scale = scaled_by_a_fused_optimizer()
+    assert scale == 4.0 and torch.equal(expected[0], expected[1]) and not torch.equal(expected[1], expected[2])
+    for found, other in ranks(scaled_by_a_fused_optimizer, world_size=2):
+        assert other == scale and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_rows_that_are_reset_lose_their_state():
     collection = make("row", sparse=True)
     optimizer = TableOptimizer(collection, RULES)
