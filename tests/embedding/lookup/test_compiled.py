@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -227,6 +229,31 @@ def test_autograd_notices_a_step(rule):
     collection({"t": torch.tensor([1, 2])})["t"].sum().backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         penalty.backward()
+
+
+WITHOUT_MEMORY = """
+import resource, torch
+from unisono.embedding.lookup import compiled
+
+torch.set_num_threads(1)
+numbers = torch.arange(1 << 23)
+compiled.deduplicate(numbers[:10])
+pages = int(open("/proc/self/statm").read().split()[0])
+tensors = 4 * numbers.nbytes  # the results; the sort needs half as much again
+limit = pages * resource.getpagesize() + tensors + (32 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    compiled.deduplicate(numbers)
+except MemoryError as error:
+    print(error)
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_memory_is_an_error():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "unisono.embedding: deduplicate: the system gave no memory\n", (done.returncode, done.stderr)
 
 
 COMPILER = """#!/bin/sh

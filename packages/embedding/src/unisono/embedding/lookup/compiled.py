@@ -26,6 +26,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT = 120.0
+_NO_MEMORY = -2
 _NAMES = {torch.float32: "float32", torch.float64: "float64", torch.int32: "int32", torch.int64: "int64"}
 
 
@@ -87,15 +88,8 @@ def deduplicate(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None
     unique = torch.empty_like(numbers)
     order, starts, counts = (torch.empty(n, dtype=torch.int64) for _ in range(3))
     function = _function("deduplicate", numbers)
-    found = function(
-        numbers.data_ptr(),
-        n,
-        unique.data_ptr(),
-        order.data_ptr(),
-        starts.data_ptr(),
-        counts.data_ptr(),
-        torch.get_num_threads(),
-    )
+    pointers = (x.data_ptr() for x in (unique, order, starts, counts))
+    found = _unless_no_memory("deduplicate", function(numbers.data_ptr(), n, *pointers, torch.get_num_threads()))
     return None if found < 0 else (unique[:found], order, starts[:found], counts[:found])
 
 
@@ -113,7 +107,7 @@ def sum_bags(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None
         _pointer(weights),
         out.data_ptr(),
     )
-    _function("sum_bags", rows, index)(ctypes.byref(bags), torch.get_num_threads())
+    _unless_no_memory("sum_bags", _function("sum_bags", rows, index)(ctypes.byref(bags), torch.get_num_threads()))
     return out
 
 
@@ -174,7 +168,7 @@ def update(
         *step.betas,
         step.columns,
     )
-    _function("update", weight, rows)(ctypes.byref(arguments), torch.get_num_threads())
+    _unless_no_memory("update", _function("update", weight, rows)(ctypes.byref(arguments), torch.get_num_threads()))
     # Autograd must notice, as it does with torch's operations, if a graph that was saved before needs the old values.
     torch.autograd.graph.increment_version([x for x in (weight, *states) if not x.is_inference()])
 
@@ -187,6 +181,12 @@ def _function(name: str, *tensors: Tensor) -> Any:
     return getattr(load().library, "_".join([name, *(_NAMES[x.dtype] for x in tensors)]))
 
 
+def _unless_no_memory(name: str, returned: int) -> int:
+    if returned == _NO_MEMORY:
+        raise MemoryError(f"unisono.embedding: {name}: the system gave no memory")
+    return returned
+
+
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer = ctypes.c_void_p
     library.are_valid.argtypes = (pointer, ctypes.c_int64)
@@ -194,6 +194,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, f"deduplicate_{number}")
         function.restype = ctypes.c_int64
         function.argtypes = (pointer, ctypes.c_int64, pointer, pointer, pointer, pointer, ctypes.c_int)
+        for values in ("float32", "float64"):
+            for name in ("sum_bags", "update"):
+                getattr(library, f"{name}_{values}_{number}").restype = ctypes.c_int64
     return library
 
 
