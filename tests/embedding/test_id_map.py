@@ -559,6 +559,16 @@ def test_all_ranks_raise_the_same_error_of_a_collection(ranks):
     assert all(errors == first for errors in others)
 
 
+def test_reassigned_rows_are_those_of_the_last_call():
+    """A row that was handed over earlier may have been trained since then: it must not be reset again."""
+    maps = IdMapCollection({name: IdMap(3, eviction="least_recent") for name in "ab"})
+    for a in ([1, 2], [3]):
+        maps({"a": torch.tensor(a), "b": torch.tensor([1])})
+    assert maps.reassigned["a"].tolist() == [1]
+    maps({"b": torch.tensor([1])})
+    assert maps.reassigned["a"].tolist() == maps.reassigned["b"].tolist() == []
+
+
 def test_bad_collections():
     id_map = IdMap(10)
     for maps, features, text in [

@@ -103,6 +103,40 @@ def test_quantized_rows_are_pooled_as_in_embedding_bag(bits):
         torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["mean", "sum", "max"])
+def test_long_bags_of_16_bits_are_pooled_in_32(dtype, mode):
+    """A bag of 6,000 ids: its sum and its count need more digits than 16 bits have."""
+    collection = EmbeddingCollection([Table("t", 500, 4, mode=mode)], dtype=dtype)
+    weight = torch.linspace(0, 1, 500)[:, None].expand(500, 4)
+    collection.load_state_dict({"tables.t.weight": weight})
+    bags = Ragged.from_lists([[*range(500)] * 12, [7]], [[0.5] * 6000, [2.0]] if mode == "sum" else None)
+    expected = F.embedding_bag(
+        bags.values, weight, bags.offsets, mode=mode, include_last_offset=True, per_sample_weights=bags.weights
+    )
+    for made in (quantize(collection), unshard(collection)):
+        found = made({"t": bags})["t"]
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), expected, rtol=0.01, atol=0.003)
+
+
+@pytest.mark.parametrize("mode", ["sum", None])
+def test_quantized_rows_of_float16_stay_finite(mode):
+    collection = EmbeddingCollection([Table("t", 2, 2, mode=mode)], dtype=torch.float16)
+    collection.load_state_dict({"tables.t.weight": torch.tensor([[-65500.0, 0.0], [1.0, 2.0]])})
+    rows = plain(quantize(collection)({"t": torch.tensor([0, 1])}))["t"]
+    torch.testing.assert_close(rows, collection.full_weight("t"), rtol=0, atol=130)
+
+
+def test_unsharded_tables_change_their_dtype():
+    collection = EmbeddingCollection([Table("t", 8, 2), Table("rows", 8, 2, mode=None)])
+    bags = Ragged.from_lists([[1, 2], [3]], [[0.5, 2.0], [1.0]])
+    found = plain(unshard(collection).double()({"t": bags, "rows": bags._replace(weights=None)}))
+    weight = collection.full_weight("t").double()
+    assert all(x.dtype == torch.float64 for x in found.values())
+    torch.testing.assert_close(found["t"], torch.stack([weight[1] / 2 + weight[2] * 2, weight[3]]))
+
+
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_state_dict_loads_into_an_empty_copy(bits, tmp_path):
     made = quantize(make_collection(), bits=bits) if bits else unshard(make_collection())
@@ -177,12 +211,22 @@ def test_bad_input():
     small = quantize(make_collection())
     with pytest.raises(UnknownFeature, match="missing features: y, z, m, n"):
         small({"x": torch.tensor([1])})
-    with pytest.raises(IdOutOfRange, match="feature 'n': id 20 is out of range: table 'd' has 20 rows"):
+    with pytest.raises(IdOutOfRange, match="id 20 at position 1 of feature 'n' is out of range: table 'd' has 20 rows"):
         small(BATCH | {"n": torch.tensor([3, 20])})
     with pytest.raises(ValueError, match="weights go with mode='sum' only, not with 'mean'"):
         small(BATCH | {"y": BATCH["z"]})
     with pytest.raises(ValueError, match="bits=3 is none of 4, 8, None"):
         quantize(make_collection(), bits=3)
+    for made in (small, unshard(make_collection())):
+        for offsets in ([0, 2], [1, 3], [0, 2, 1, 3]):
+            with pytest.raises(ValueError, match="feature 'y': offsets must rise from 0 to the number of ids, 3"):
+                made(BATCH | {"y": Ragged(torch.tensor([1, 2, 3]), torch.tensor(offsets))})
+        with pytest.raises(ValueError, match="stack=True: table 'd' has no mode"):
+            made(BATCH, stack=True)
+    collection = make_collection()
+    collection.weight("a").data[3, :2] = torch.tensor([-1e39, 1e39], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"table 'a' has values from -1e\+39 to 1e\+39: too large for scales in bfloat16"):
+        quantize(collection)
     collection = make_collection()
     collection.weight("a").data[3, 2] = float("nan")
     with pytest.raises(ValueError, match="table 'a' has values that are infinite or NaN"):

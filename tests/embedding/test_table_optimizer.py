@@ -1,5 +1,6 @@
 """TableOptimizer: one step for all gradients since zero_grad, with a rule for each table; on many ranks as in one process."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -181,6 +182,29 @@ def test_all_ranks_skip_a_step_with_infinite_gradients(ranks, plan):
         assert_same(found, expected)
 
 
+def scaled_by_a_fused_optimizer() -> tuple[list[Tensor], float]:
+    """The gradient of the second step is infinite on one rank."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.Adam([weight], lr=0.1, fused=True), GradScaler("cpu", init_scale=8.0)
+    history = []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        if step == 1 and rank_and_world()[0] == rank_and_world()[1] - 1:
+            weight.grad[1] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        history.append(weight.detach().clone())
+    return history, scaler.get_scale()
+
+
+def test_all_ranks_skip_a_step_of_an_optimizer_that_unscales_for_itself(ranks):
+    expected, scale = scaled_by_a_fused_optimizer()
+    assert scale == 4.0 and torch.equal(expected[0], expected[1]) and not torch.equal(expected[1], expected[2])
+    for found, other in ranks(scaled_by_a_fused_optimizer, world_size=2):
+        assert other == scale and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_rows_that_are_reset_lose_their_state():
     collection = make("row", sparse=True)
     optimizer = TableOptimizer(collection, RULES)
@@ -188,6 +212,64 @@ def test_rows_that_are_reset_lose_their_state():
     optimizer.step()
     collection.reset_rows("a", torch.arange(23))
     assert not collection.tables["a"].states["sum"].any() and not collection.weight("a").any()
+
+
+def reset_and_train(plan: str) -> None:
+    """Tables that are drawn anew train as new tables do: nothing is left of the old states, on any rank."""
+    trained, fresh = make(PLANS[plan], sparse=True), make(PLANS[plan], sparse=True)
+    optimizers = [TableOptimizer(collection, RULES) for collection in (trained, fresh)]
+    for step in range(3):
+        loss_of(trained, step).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    for collection, optimizer in zip((trained, fresh), optimizers, strict=True):
+        collection.reset_parameters(seed=5)
+        loss_of(collection, 1).backward()
+        optimizer.step()
+    expected = fresh.state_dict()
+    for name, value in trained.state_dict().items():
+        local, other = (getattr(x, "_local_tensor", x) for x in (value, expected[name]))
+        assert torch.equal(local, other), name
+
+
+def test_drawing_weights_anew_resets_the_states(ranks):
+    reset_and_train("row")
+    ranks(reset_and_train, "mixed", world_size=2)
+
+
+def test_copy_keeps_the_states():
+    collection = make("row", sparse=True)
+    optimizer = TableOptimizer(collection, RULES)
+    loss_of(collection, 1).backward()
+    optimizer.step()
+    twin, its_optimizer = copy.deepcopy((collection, optimizer))
+    state = twin.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in collection.state_dict().items())
+    for made, steps in ((collection, optimizer), (twin, its_optimizer)):
+        steps.zero_grad()
+        loss_of(made, 3).backward()
+        steps.step()
+    assert_same(weights_of(twin), weights_of(collection))
+    twin.reset_rows("a", torch.arange(23))
+    assert not twin.tables["a"].states["sum"].any() and collection.tables["a"].states["sum"].any()
+
+
+def test_other_memory_keeps_the_states():
+    collection = make("row", sparse=True)
+    optimizer = TableOptimizer(collection, RULES)
+    collection.weight("b").data = torch.ones(11, 6, dtype=torch.float64)
+    loss_of(collection, 1).backward()
+    optimizer.step()
+    assert int(collection.tables["b"].states["step"]) == 1
+
+
+def test_moved_tables_have_lost_optimizer_and_states():
+    collection = make("row", sparse=True)
+    TableOptimizer(collection, RULES)
+    collection.float()
+    assert list(collection.state_dict()) == [f"tables.{name}.weight" for name in "abc"]
+    collection.reset_rows("a", torch.arange(23))
+    collection.reset_parameters()
 
 
 def test_bad_arguments():

@@ -1,5 +1,9 @@
 """The compiled kernels give what torch's operations give, are built safely, and are used only where they can be."""
 
+import contextlib
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -7,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 from unisono.collectives import MismatchError
 from unisono.embedding import SGD, Adagrad, Adam, EmbeddingCollection, Layout, Ragged, RowwiseAdagrad, Table
@@ -190,6 +195,67 @@ def test_all_ranks_use_the_same_kernels(ranks):
     ranks(one_rank_without, world_size=2)
 
 
+def train_watched(options) -> torch.Tensor:
+    """Train copies of a table while a mode of torch counts the operations of one rank."""
+    torch.manual_seed(0)
+    collection = EmbeddingCollection([Table("t", 40, 24)], plan="replicated", dtype=torch.float32, **options)
+    optimizer = None if collection.optimizer else torch.optim.SGD(collection.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        with FlopCounterMode(display=False) if dist.get_rank() == 1 else contextlib.nullcontext():
+            found = collection({"t": torch.randint(40, (300, 4), generator=draw)})["t"]
+            (found * torch.randn(300, 24, generator=draw)).sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return collection.full_weight("t")
+
+
+def train_all_watched() -> list[torch.Tensor]:
+    return [train_watched(options) for options in [*({"optimizer": rule} for rule in RULES[:4]), {}]]
+
+
+@needs_compiler
+def test_copies_are_the_same_if_one_rank_counts_operations(ranks):
+    for one, other in zip(*ranks(train_all_watched, world_size=2), strict=True):
+        assert torch.equal(one, other)
+
+
+@needs_compiler
+@pytest.mark.parametrize("rule", RULES[:4], ids=str)
+def test_autograd_notices_a_step(rule):
+    collection = EmbeddingCollection([Table("t", 10, 4)], optimizer=rule, plan="row")
+    penalty = collection.weight("t").square().sum()
+    collection({"t": torch.tensor([1, 2])})["t"].sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+
+
+WITHOUT_MEMORY = """
+import resource, torch
+from unisono.embedding.lookup import compiled
+
+torch.set_num_threads(1)
+numbers = torch.arange(1 << 23)
+compiled.deduplicate(numbers[:10])
+pages = int(open("/proc/self/statm").read().split()[0])
+tensors = 4 * numbers.nbytes  # the results; the sort needs half as much again
+limit = pages * resource.getpagesize() + tensors + (32 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    compiled.deduplicate(numbers)
+except MemoryError as error:
+    print(error)
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_memory_is_an_error():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "unisono.embedding: deduplicate: the system gave no memory\n", (done.returncode, done.stderr)
+
+
 COMPILER = """#!/bin/sh
 [ "$1" = --version ] && { echo "a test {version}"; exit; }
 echo compiled >> {log}
@@ -263,6 +329,37 @@ def test_no_library_has_a_reason(build, monkeypatch, tmp_path):
     assert "NotADirectoryError" in reason()
     monkeypatch.setenv("UNISONO_EMBEDDING_KERNELS", "torch")
     assert reason() == "UNISONO_EMBEDDING_KERNELS=torch"
+
+
+def test_no_home_and_strange_compilers_have_a_reason(build, monkeypatch, tmp_path):
+    build.choose(version=4)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    with mock.patch.object(Path, "home", side_effect=RuntimeError("Could not determine home directory.")):
+        assert compiled.load.__wrapped__().why_not == "RuntimeError: Could not determine home directory."
+    script = tmp_path / "latin"
+    script.write_bytes(b"#!/bin/sh\nprintf '\\377'\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    assert compiled.load.__wrapped__().why_not.startswith("UnicodeDecodeError")
+    monkeypatch.setenv("CXX", "'g++")
+    assert compiled.load.__wrapped__().why_not == "ValueError: No closing quotation"
+
+
+def test_compiler_may_have_words_before_it(build, monkeypatch):
+    path = build()
+    compiler = os.environ["CXX"]
+    monkeypatch.setenv("CXX", f"env {compiler}")
+    other = compiled._build()
+    assert other != path and other.read_text() == "library\n" and build.calls() == 2
+    assert compiled._build() == other and build.calls() == 2
+
+
+def test_links_of_the_cache_are_followed_once(build, tmp_path, monkeypatch):
+    """A link that others may change must not decide, after the check, what is loaded."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    assert build().parent == (tmp_path / "real" / "unisono").resolve()
 
 
 def test_read_only_cache_has_a_reason(build):

@@ -133,7 +133,7 @@ class EmbeddingCollection(EngineModule):
     def forward(self, features: Features, *, stack: bool = False) -> dict[str, Tensor | Ragged] | Tensor:
         inputs, error = self._read(features)
         if stack:
-            error = error or self._stack_error(inputs)
+            error = error or stack_error(self.engine.storage.tables, inputs)
         started = None if self._prefetcher is None else self._prefetcher.take(features, inputs, error)
         if started is None:
             started = self.engine.start(inputs, self.engine.storage.ranks, error)
@@ -144,16 +144,6 @@ class EmbeddingCollection(EngineModule):
         return {
             output: found[output] if modes[output] else Ragged(found[output], bags.offsets) for output, bags in inputs.items()
         }
-
-    def _stack_error(self, inputs: Mapping[str, Ragged]) -> str:
-        """Say why the outputs have no stack; "" if they have one."""
-        tables = self.engine.storage.tables
-        if unpooled := [table.name for table in tables if table.mode is None]:
-            return f"stack=True: table {unpooled[0]!r} has no mode, so its output has no row for each bag"
-        if len(dims := {table.dim for table in tables}) > 1:
-            return f"stack=True: the tables have different widths: {sorted(dims)}"
-        bags = {name: x.offsets.numel() - 1 for name, x in inputs.items()}
-        return f"stack=True: the features have different numbers of bags: {bags}" if len(set(bags.values())) > 1 else ""
 
     def prefetch(self, features: Features) -> None:
         """Start with the batch that the next call will look up: its row numbers travel while this rank computes.
@@ -172,13 +162,11 @@ class EmbeddingCollection(EngineModule):
         module = self._table("reset_rows", table)
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < module.table.rows:
             raise IndexError(f"reset_rows: rows {int(rows.min())} to {int(rows.max())}: {table!r} has {module.table.rows}")
-        box, rule = module.box, module.rule or self.engine.storage.rule
+        box = module.box
         rows = rows.to(torch.int64)  # a box may begin beyond 2^31
         own = rows[(rows >= box.row) & (rows < box.row_end)].to(module.local.device) - box.row
-        first_states = rule.states(module.local[:1]) if rule is not None and module.local.numel() else {}
         module.local[own] = 0
-        for name, value in first_states.items():
-            module.states[name][own] = value[:1]
+        module.reset_states(module.rule or self.engine.storage.rule, own)
 
     def copy_rows(self, smaller: "EmbeddingCollection") -> None:
         """Copy the rows of a collection whose tables have as many rows or fewer, with the state of its optimizer.
@@ -228,6 +216,16 @@ def outputs_of(tables: Sequence[Table]) -> dict[str, tuple[str, ...]]:
         feature: (feature,) if len(names) == 1 else tuple(f"{feature}@{name}" for name in names)
         for feature, names in tables_of.items()
     }
+
+
+def stack_error(tables: Sequence[Table], inputs: Mapping[str, Ragged]) -> str:
+    """Say why the outputs of a look-up have no stack; "" if they have one."""
+    if unpooled := [table.name for table in tables if table.mode is None]:
+        return f"stack=True: table {unpooled[0]!r} has no mode, so its output has no row for each bag"
+    if len(dims := {table.dim for table in tables}) > 1:
+        return f"stack=True: the tables have different widths: {sorted(dims)}"
+    bags = {name: x.offsets.numel() - 1 for name, x in inputs.items()}
+    return f"stack=True: the features have different numbers of bags: {bags}" if len(set(bags.values())) > 1 else ""
 
 
 def _name_outputs(table: Table, outputs: Mapping[str, tuple[str, ...]]) -> Table:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unisono.collectives import Group, all_reduce
 
@@ -28,10 +29,9 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(*args, **kwargs)
         self.group = group
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        super().unscale_(optimizer)
-        if not self.is_enabled():
-            return
-        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        for device, flag in found.items():
-            found[device] = all_reduce(flag, op="max", group=self.group)
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Called by `unscale_`, and by `step` for optimizers that unscale for themselves, such as Adam(fused=True)."""
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        return {device: all_reduce(flag, op="max", group=self.group) for device, flag in found.items()}

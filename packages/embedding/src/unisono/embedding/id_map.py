@@ -220,7 +220,7 @@ class IdMapCollection(nn.Module):
     for an EmbeddingCollection. Some features may be missing, the same ones on all ranks. Each map gives the rows that it would
     give alone. In training mode maps admit ids; to freeze one map, call `collection.maps[name].eval()`.
 
-    `reassigned`: for each map the rows that went from an old id to a new one in the last call.
+    `reassigned`: for each map the rows that went from an old id to a new one in the last call, if it had ids there.
 
     Backward: none; rows are integers.
 
@@ -310,7 +310,7 @@ def _map_ids(function: str, maps: Mapping[str, IdMap], inputs: Sequence[tuple[st
         same.append(f"{name}: {words}" if name else words)
     together = torch.cat([ids.to(torch.int64) for ids in flat]) if flat else torch.empty(0, dtype=torch.int64, device=device)
     rows, reassigned = _exchange(function, slots, together, lengths, training, first.group, same="; ".join(same), problem=error)
-    for id_map in used.values():
+    for id_map in maps.values():  # those without ids, too: what they reassigned in an earlier call is no longer news
         id_map.reassigned = reassigned[id_map._number]
     found = dict(zip(order, rows.split([ids.numel() for ids in flat]), strict=True))
     return [found[i].view(ids.shape) for i, (_, ids) in enumerate(inputs)]

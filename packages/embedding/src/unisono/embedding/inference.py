@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.embedding.collection import EmbeddingCollection, Features, outputs_of
+from unisono.embedding.collection import EmbeddingCollection, Features, outputs_of, stack_error
 from unisono.embedding.id_map import IdMap, IdMapCollection
-from unisono.embedding.lookup.input_dist import IdOutOfRange, UnknownFeature, feature_name_error
+from unisono.embedding.lookup.input_dist import IdOutOfRange, UnknownFeature, feature_name_error, number_error
 from unisono.embedding.ragged import Ragged, as_ragged, ragged_error
 from unisono.embedding.table import Mode, Table
 
@@ -69,7 +69,7 @@ class InferenceCollection(nn.Module):
         bits: 8 or 4 for quantized rows. None: rows of `dtype`.
         dtype: Of the results.
 
-    torch.export exports it, with any numbers of bags and ids. Ids are checked in eager mode only.
+    torch.export exports it, with any numbers of bags and ids. Ids and offsets are checked in eager mode only.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class InferenceCollection(nn.Module):
             raise ValueError(f"InferenceCollection: bits={bits!r} is none of 4, 8, None")
         dtype = dtype or torch.get_default_dtype()
         self.tables = nn.ModuleDict({table.name: InferenceTable(table, bits, dtype, device) for table in tables})
-        self._outputs = outputs_of(tables)
+        self._tables, self._outputs = list(tables), outputs_of(tables)
         self._table_of = {
             output: name
             for feature, outputs in self._outputs.items()
@@ -96,16 +96,18 @@ class InferenceCollection(nn.Module):
         checks = not torch.compiler.is_compiling()
         if checks and (error := feature_name_error(features, self._outputs)):
             raise UnknownFeature(f"{type(self).__name__}: {error}")
+        inputs = {feature: as_ragged(given) for feature, given in features.items()}
+        if stack and (error := stack_error(self._tables, inputs if checks else {})):  # an export leaves the numbers open
+            raise ValueError(f"{type(self).__name__}: {error}")
         found: dict[str, Tensor | Ragged] = {}
-        for feature, given in features.items():
-            bags = as_ragged(given)
+        for feature, bags in inputs.items():
             for output in self._outputs[feature]:
                 table = self.tables[self._table_of[output]]
                 assert isinstance(table, InferenceTable)
                 if checks:
                     table.validate(feature, bags)
                 pooled = table(bags)
-                found[output] = pooled if table.table.mode or stack else Ragged(pooled, bags.offsets)
+                found[output] = pooled if table.table.mode else Ragged(pooled, bags.offsets)
         return torch.stack([x for x in found.values() if isinstance(x, Tensor)], 1) if stack else found
 
 
@@ -119,6 +121,7 @@ class InferenceTable(nn.Module):
     def __init__(self, table: Table, bits: Bits | None, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__()
         self.table, self.bits, self.dtype = table, bits, dtype
+        self._wide = torch.promote_types(dtype, torch.float32)  # quantized rows are added up in it, and rounded once
         if bits is None:
             self.register_buffer("weight", torch.empty((table.rows, table.dim), dtype=dtype, device=device))
             return
@@ -139,6 +142,9 @@ class InferenceTable(nn.Module):
         if not bool(weight.isfinite().all()):
             raise ValueError(f"quantize: table {table.name!r} has values that are infinite or NaN")
         codes, scales = _quantize_rows(weight, self.bits)
+        if not bool(scales.isfinite().all()):
+            span = f"{float(weight.min()):.4g} to {float(weight.max()):.4g}"
+            raise ValueError(f"quantize: table {table.name!r} has values from {span}: too large for scales in bfloat16")
         self.codes.copy_(_pack_pairs(codes) if self.bits == 4 else codes)
         self.scales.copy_(scales)
 
@@ -148,22 +154,22 @@ class InferenceTable(nn.Module):
             raise ValueError(f"{function}: {error}")
         if bags.weights is not None and self.table.mode != "sum":
             raise ValueError(f"{function}: feature {feature!r}: weights go with mode='sum' only, not with {self.table.mode!r}")
-        outside = bags.values[(bags.values < 0) | (bags.values >= self.table.rows)]
-        if outside.numel():
-            raise IdOutOfRange(
-                f"{function}: feature {feature!r}: id {int(outside[0])} is out of range: table {self.table.name!r} has "
-                f"{self.table.rows} rows"
-            )
+        if error := number_error([(feature, self.table, bags)]):
+            raise (IdOutOfRange if "is out of range: table" in error else ValueError)(f"{function}: {error}")
 
     def forward(self, bags: Ragged) -> Tensor:
         """(bags, dim); without mode a row for each id."""
         table, ids, offsets = self.table, bags.values.to(torch.int64), bags.offsets.to(torch.int64)
-        if table.mode is None:
-            return self._rows(ids)
-        weights = None if bags.weights is None else bags.weights.to(self.dtype)
+        dtype = self.weight.dtype if self.bits is None else self._wide
+        weights = None if bags.weights is None else bags.weights.to(dtype)
         if self.bits is not None:
-            keep = None if table.padding_idx is None else ids != table.padding_idx
-            return _pool(self._rows(ids), offsets, mode=table.mode, weights=weights, keep=keep)
+            rows = self._rows(ids)
+            if table.mode is not None:
+                keep = None if table.padding_idx is None else ids != table.padding_idx
+                rows = _pool(rows, offsets, mode=table.mode, weights=weights, keep=keep)
+            return rows.to(self.dtype)
+        if table.mode is None:
+            return self.weight.index_select(0, ids)
         return F.embedding_bag(
             ids,
             self.weight,
@@ -175,13 +181,16 @@ class InferenceTable(nn.Module):
         )
 
     def _rows(self, ids: Tensor) -> Tensor:
-        if self.bits is None:
-            return self.weight.index_select(0, ids)
+        """Quantized rows, as numbers of the wide dtype."""
         codes = self.codes.index_select(0, ids)
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1)[:, : self.table.dim]
-        scale, lowest = self.scales.index_select(0, ids).to(self.dtype).unbind(1)
-        return codes.to(self.dtype) * scale.unsqueeze(1) + lowest.unsqueeze(1)
+        scale, lowest = self.scales.index_select(0, ids).to(self._wide).unbind(1)
+        rows = codes.to(self._wide) * scale.unsqueeze(1) + lowest.unsqueeze(1)
+        if self.dtype != torch.float16:
+            return rows
+        limit = torch.finfo(self.dtype).max  # the lowest value of a row was rounded down, perhaps to below it
+        return rows.clamp(-limit, limit)
 
 
 class InferenceIdMaps(nn.Module):

@@ -118,7 +118,10 @@ class ShardedTable(nn.Module):
         return shard if shard.ndim == 2 else shard.reshape(self.box.shape)
 
     def attach(self, shard: Tensor, states: Mapping[str, Tensor]) -> None:
-        """Let the parameter and the state be views of `shard` and `states`. An existing parameter stays the same object."""
+        """Let the parameter and the state be views of `shard` and `states`. An existing parameter stays the same object.
+
+        So does the state of a TableOptimizer, which is no part of the shards.
+        """
         fresh = nn.Parameter(self.shape_as(shard))
         if self.ranks.size > 1 and not self.layout.is_replicated:
             mark_as_sharded(fresh, self.ranks)
@@ -129,7 +132,14 @@ class ShardedTable(nn.Module):
             torch.utils.swap_tensors(self.weight, fresh)
         else:
             self.weight = fresh
-        self.states = dict(states)
+        if self.rule is None:
+            self.states = dict(states)
+
+    def reset_states(self, rule: "Rule | None", rows: Tensor | None = None) -> None:
+        """Set the optimizer's state of `rows`, or of all rows, of this rank's shard to its initial value."""
+        for name, first in ({} if rule is None else rule.states(self.local[:1])).items():
+            if name in self.states and first.shape[0]:
+                self.states[name][slice(None) if rows is None else rows] = first
 
     def shape_as(self, shard: Tensor) -> Tensor:
         """Give a shard, of the weight or of its gradient, the form of the parameter."""

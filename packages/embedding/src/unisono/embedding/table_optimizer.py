@@ -81,6 +81,9 @@ class TableOptimizer(torch.optim.Optimizer):
                     _update(module, module.weight.grad.detach(), float(group["lr"]), float(group["weight_decay"]))
         return loss
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_tables": self._tables, "_states": self._states}
+
 
 def _update(module: ShardedTable, grad: Tensor, lr: float, weight_decay: float) -> None:
     weight, state, rule = module.local, module.states, module.rule

@@ -5,10 +5,12 @@
 // its positions, no product is fused with a sum (-ffp-contract=off), and sums along a row have a fixed number of lanes.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <exception>
 #include <memory>
-#include <system_error>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -28,22 +30,44 @@ constexpr int64_t GRADIENTS_AHEAD = 32;
 constexpr int64_t UPDATE_AHEAD = 12;
 constexpr int64_t GRAIN = 1 << 15;    // numbers for which a thread is worth its start
 constexpr int LANES = 16;             // of a sum along a row
+constexpr int NO_MEMORY = -2;         // returned to compiled.py
 
 // Call work(begin, end, part) for as many equal parts of 0..n as threads are worth starting.
 template <class Work>
 void in_parallel(int64_t n, int64_t numbers, int threads, const Work& work) {
     int64_t parts = std::max<int64_t>(1, std::min<int64_t>({threads, n, numbers / GRAIN}));
     std::vector<std::thread> started;
-    for (int64_t part = 1; part < parts; part++) {
-        auto run = [&work, n, parts, part] { work(n * part / parts, n * (part + 1) / parts, part); };
-        try {
-            started.emplace_back(run);
-        } catch (const std::system_error&) {  // the system allows no more threads
-            run();
+    started.reserve(parts);
+    std::atomic<bool> no_memory{false};  // an exception that leaves a thread would end the process
+    for (int64_t part = parts - 1; part >= 0; part--) {
+        auto run = [&work, &no_memory, n, parts, part] {
+            try {
+                work(n * part / parts, n * (part + 1) / parts, part);
+            } catch (const std::bad_alloc&) {
+                no_memory = true;
+            }
+        };
+        if (part > 0) {
+            try {
+                started.emplace_back(run);
+                continue;
+            } catch (const std::exception&) {  // the system allows no more threads
+            }
         }
+        run();
     }
-    work(0, n / parts, 0);
     for (std::thread& thread : started) thread.join();
+    if (no_memory) throw std::bad_alloc();
+}
+
+// What call() returns, or NO_MEMORY: exceptions must not reach the caller, which is not C++.
+template <class Call>
+int64_t or_no_memory(const Call& call) {
+    try {
+        return call();
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
 }
 
 template <class T>
@@ -114,7 +138,7 @@ int64_t deduplicate(const Number* numbers, int64_t n, int bits, Number* unique, 
     return found;
 }
 
-// Returns how many different numbers there are, or -1 if one of them is negative.
+// Returns how many different numbers there are, -1 if one of them is negative, or NO_MEMORY.
 template <class Number>
 int64_t deduplicate_any(const Number* numbers, int64_t n, Number* unique, int64_t* order, int64_t* starts, int64_t* counts,
                         int threads) {
@@ -356,16 +380,22 @@ INLINE void update(const Update& u, int64_t begin, int64_t end) {
     CLONES static void update_part_##NAME(const Update& x, int64_t begin, int64_t end) {                     \
         update<T, Index>(x, begin, end);                                                                     \
     }                                                                                                        \
-    extern "C" void sum_bags_##NAME(const Bags* x, int threads) {                                            \
-        in_parallel(x->bags, x->positions * x->width, threads,                                               \
-                    [x](int64_t begin, int64_t end, int64_t) { sum_bags_part_##NAME(*x, begin, end); });     \
+    extern "C" int64_t sum_bags_##NAME(const Bags* x, int threads) {                                         \
+        return or_no_memory([x, threads] {                                                                   \
+            in_parallel(x->bags, x->positions * x->width, threads,                                           \
+                        [x](int64_t begin, int64_t end, int64_t) { sum_bags_part_##NAME(*x, begin, end); }); \
+            return 0;                                                                                        \
+        });                                                                                                  \
     }                                                                                                        \
-    extern "C" void update_##NAME(const Update* x, int threads) {                                            \
-        if (x->begin == x->end) return;                                                                      \
-        in_parallel(x->end - x->begin, (x->end - x->begin) * x->width, threads,                              \
-                    [x](int64_t begin, int64_t end, int64_t) {                                               \
-                        update_part_##NAME(*x, x->begin + begin, x->begin + end);                            \
-                    });                                                                                      \
+    extern "C" int64_t update_##NAME(const Update* x, int threads) {                                         \
+        if (x->begin == x->end) return 0;                                                                    \
+        return or_no_memory([x, threads] {                                                                   \
+            in_parallel(x->end - x->begin, (x->end - x->begin) * x->width, threads,                          \
+                        [x](int64_t begin, int64_t end, int64_t) {                                           \
+                            update_part_##NAME(*x, x->begin + begin, x->begin + end);                        \
+                        });                                                                                  \
+            return 0;                                                                                        \
+        });                                                                                                  \
     }
 
 DEFINE(float, int32_t, float32_int32)
@@ -379,10 +409,10 @@ extern "C" int are_valid(const Feature* features, int64_t count) {
 
 extern "C" int64_t deduplicate_int32(const int32_t* numbers, int64_t n, int32_t* unique, int64_t* order, int64_t* starts,
                                      int64_t* counts, int threads) {
-    return deduplicate_any(numbers, n, unique, order, starts, counts, threads);
+    return or_no_memory([=] { return deduplicate_any(numbers, n, unique, order, starts, counts, threads); });
 }
 
 extern "C" int64_t deduplicate_int64(const int64_t* numbers, int64_t n, int64_t* unique, int64_t* order, int64_t* starts,
                                      int64_t* counts, int threads) {
-    return deduplicate_any(numbers, n, unique, order, starts, counts, threads);
+    return or_no_memory([=] { return deduplicate_any(numbers, n, unique, order, starts, counts, threads); });
 }

@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT = 120.0
+_NO_MEMORY = -2
 _NAMES = {torch.float32: "float32", torch.float64: "float64", torch.int32: "int32", torch.int64: "int64"}
 
 
@@ -44,7 +46,7 @@ def load() -> Loaded:
         return Loaded(_declare(ctypes.CDLL(str(_build()))))
     except NoLibrary as reason:
         return Loaded(None, str(reason))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:  # also: no home, words of no encoding
         return Loaded(None, f"{type(error).__name__}: {error}")
 
 
@@ -54,8 +56,11 @@ def switch_error() -> str:
     return "" if choice in ("compiled", "torch") else f"{_SWITCH}={choice!r} is neither 'compiled' nor 'torch'"
 
 
-def handles(*tensors: Tensor | None) -> bool:
-    """Whether the library takes these tensors. It does not while a mode of torch counts or fakes torch's operations."""
+def handles(*tensors: Tensor | None, copied: bool = False) -> bool:
+    """Whether the library takes these tensors. It does not while a mode of torch, such as FlopCounterMode, sees operations.
+
+    `copied`: other ranks compute the same and must get the same bits. They may be in other modes, so modes do not matter.
+    """
     return (
         load().library is not None
         and all(
@@ -63,7 +68,7 @@ def handles(*tensors: Tensor | None) -> bool:
             or (type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.dtype in _NAMES and x.is_contiguous())
             for x in tensors
         )
-        and torch._C._len_torch_dispatch_stack() == 0
+        and (copied or torch._C._len_torch_dispatch_stack() == 0)
     )
 
 
@@ -83,15 +88,8 @@ def deduplicate(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None
     unique = torch.empty_like(numbers)
     order, starts, counts = (torch.empty(n, dtype=torch.int64) for _ in range(3))
     function = _function("deduplicate", numbers)
-    found = function(
-        numbers.data_ptr(),
-        n,
-        unique.data_ptr(),
-        order.data_ptr(),
-        starts.data_ptr(),
-        counts.data_ptr(),
-        torch.get_num_threads(),
-    )
+    pointers = (x.data_ptr() for x in (unique, order, starts, counts))
+    found = _unless_no_memory("deduplicate", function(numbers.data_ptr(), n, *pointers, torch.get_num_threads()))
     return None if found < 0 else (unique[:found], order, starts[:found], counts[:found])
 
 
@@ -109,7 +107,7 @@ def sum_bags(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None
         _pointer(weights),
         out.data_ptr(),
     )
-    _function("sum_bags", rows, index)(ctypes.byref(bags), torch.get_num_threads())
+    _unless_no_memory("sum_bags", _function("sum_bags", rows, index)(ctypes.byref(bags), torch.get_num_threads()))
     return out
 
 
@@ -170,7 +168,9 @@ def update(
         *step.betas,
         step.columns,
     )
-    _function("update", weight, rows)(ctypes.byref(arguments), torch.get_num_threads())
+    _unless_no_memory("update", _function("update", weight, rows)(ctypes.byref(arguments), torch.get_num_threads()))
+    # Autograd must notice, as it does with torch's operations, if a graph that was saved before needs the old values.
+    torch.autograd.graph.increment_version([x for x in (weight, *states) if not x.is_inference()])
 
 
 def _pointer(x: Tensor | None) -> int | None:
@@ -181,6 +181,12 @@ def _function(name: str, *tensors: Tensor) -> Any:
     return getattr(load().library, "_".join([name, *(_NAMES[x.dtype] for x in tensors)]))
 
 
+def _unless_no_memory(name: str, returned: int) -> int:
+    if returned == _NO_MEMORY:
+        raise MemoryError(f"unisono.embedding: {name}: the system gave no memory")
+    return returned
+
+
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer = ctypes.c_void_p
     library.are_valid.argtypes = (pointer, ctypes.c_int64)
@@ -188,6 +194,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, f"deduplicate_{number}")
         function.restype = ctypes.c_int64
         function.argtypes = (pointer, ctypes.c_int64, pointer, pointer, pointer, pointer, ctypes.c_int)
+        for values in ("float32", "float64"):
+            for name in ("sum_bags", "update"):
+                getattr(library, f"{name}_{values}_{number}").restype = ctypes.c_int64
     return library
 
 
@@ -197,18 +206,20 @@ def _build() -> Path:
         raise NoLibrary(f"{_SWITCH}=torch")
     if os.name != "posix":
         raise NoLibrary(f"not built on {sys.platform}")
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else _COMPILERS
-    compiler = next((where for name in names if (where := shutil.which(name))), None)
+    chosen = shlex.split(os.environ.get("CXX", ""))  # may be "ccache g++"
+    commands = [chosen] if chosen else [[name] for name in _COMPILERS]
+    compiler = next(([where, *words[1:]] for words in commands if (where := shutil.which(words[0]))), None)
     if compiler is None:
-        raise NoLibrary(f"found no C++ compiler ({', '.join(names)})")
-    version = _run(compiler, "--version")
-    key = hashlib.sha256("\0".join([_SOURCE.read_text(), version, platform.machine(), *_FLAGS]).encode()).hexdigest()
+        raise NoLibrary(f"found no C++ compiler ({', '.join(words[0] for words in commands)})")
+    version = _run(*compiler, "--version")
+    made_of = [_SOURCE.read_text(), version, platform.machine(), *compiler, *_FLAGS]
+    key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()
     folder = _cache_folder()
     path = folder / f"embedding-{key[:32]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as made_in:
             made = Path(made_in) / path.name
-            _run(compiler, *_FLAGS, str(_SOURCE), "-o", str(made))
+            _run(*compiler, *_FLAGS, str(_SOURCE), "-o", str(made))
             made.chmod(0o700)
             made.replace(path)
     if not _is_only_ours(path):
@@ -220,6 +231,7 @@ def _cache_folder() -> Path:
     """A folder of this user that nobody else can write into, since code is loaded from it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unisono"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = folder.resolve()  # what is checked is what is used, even if a link on the way is changed afterwards
     if not _is_only_ours(folder):
         raise NoLibrary(f"{folder} may be written by others")
     return folder

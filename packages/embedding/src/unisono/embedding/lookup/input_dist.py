@@ -225,10 +225,10 @@ def _input_error(storage: ShardStorage, inputs: Mapping[str, Ragged]) -> str:
         mode = storage.tables[features[name]].mode
         if bags.weights is not None and mode != "sum":
             return f"feature {name!r}: weights go with mode='sum' only, not with {mode!r}"
-    return _number_error([(name, storage.tables[features[name]], bags) for name, bags in inputs.items()])
+    return number_error([(name, storage.tables[features[name]], bags) for name, bags in inputs.items()])
 
 
-def _number_error(inputs: Sequence[tuple[str, Table, Ragged]]) -> str:
+def number_error(inputs: Sequence[tuple[str, Table, Ragged]]) -> str:
     """Say what is wrong with ids and offsets. The numbers of all features are read at once: a GPU's host waits once."""
     if are_valid([(ids, offsets, table.rows) for _, table, (ids, offsets, _) in inputs]) or not inputs:
         return ""

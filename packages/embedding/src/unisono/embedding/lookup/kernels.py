@@ -47,24 +47,30 @@ def are_valid(features: Sequence[tuple[Tensor, Tensor, int]]) -> bool:
     return compiled.handles(*(x for ids, offsets, _ in features for x in (ids, offsets))) and compiled.are_valid(features)
 
 
-def sum_bags(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sum rows[index[starts[b] : starts[b + 1]]] for each b, times `weights`, which has one number for each of `index`."""
+def sum_bags(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None = None, *, copied: bool = False) -> Tensor:
+    """Sum rows[index[starts[b] : starts[b + 1]]] for each b, times `weights`, which has one number for each of `index`.
+
+    `copied`: other ranks compute the same sums and must get the same bits.
+    """
     if starts.numel() == 0 or index.numel() == 0 or rows.shape[1] == 0:
         return rows.new_zeros((starts.numel(), rows.shape[1]))
     weights = None if weights is None else weights.to(rows.dtype)
-    if rows.is_floating_point() and compiled.handles(rows, index, starts, weights):
+    if rows.is_floating_point() and compiled.handles(rows, index, starts, weights, copied=copied):
         return compiled.sum_bags(rows, index, starts, weights)
     out: Tensor = torch.embedding_bag(rows, index, starts.to(index.dtype), False, 0, False, weights)[0]
     return out
 
 
-def sum_duplicates(rows: Tensor, bags: Tensor | None, dedup: Deduplicated, weights: Tensor | None = None) -> Tensor:
+def sum_duplicates(
+    rows: Tensor, bags: Tensor | None, dedup: Deduplicated, weights: Tensor | None = None, *, copied: bool = False
+) -> Tensor:
     """For each unique number, sum rows[bags[p]] * weights[p] over its positions p: the transpose of sum_bags.
 
     `bags` None: position p has row p.
     """
     index = dedup.order if bags is None else bags.index_select(0, dedup.order)
-    return sum_bags(rows, index, dedup.starts, None if weights is None else weights.index_select(0, dedup.order))
+    weights = None if weights is None else weights.index_select(0, dedup.order)
+    return sum_bags(rows, index, dedup.starts, weights, copied=copied)
 
 
 @dataclass
@@ -81,11 +87,13 @@ class RowGradients:
     weights: Tensor | None = None
     divisors: Tensor | None = None
     factor: float = 1.0
+    copied: bool = False  # other ranks have the same gradients for their copies of the rows, and must get the same bits
 
     def sums(self) -> Tensor:
         if self.dedup is None:
             return self.grads
-        return self._scale_(sum_duplicates(self.grads, self.bags, self.dedup, self.weights), slice(None))
+        sums = sum_duplicates(self.grads, self.bags, self.dedup, self.weights, copied=self.copied)
+        return self._scale_(sums, slice(None))
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the sums of some rows at a time: on a CPU a block is used before it has left the cache.
@@ -104,7 +112,7 @@ class RowGradients:
             part = slice(start, min(start + size, total))
             positions = slice(ends[block], ends[block + 1])
             own_weights = None if ordered is None else ordered[positions]
-            sums = sum_bags(self.grads, index[positions], dedup.starts[part] - ends[block], own_weights)
+            sums = sum_bags(self.grads, index[positions], dedup.starts[part] - ends[block], own_weights, copied=self.copied)
             yield part, self._scale_(sums, part)
 
     def _scale_(self, sums: Tensor, part: slice) -> Tensor:
@@ -121,7 +129,8 @@ class RowGradients:
         """
         grads, dedup = self.grads.contiguous(), self.dedup
         numbers = [None if x is None else x.to(grads.dtype) for x in (self.weights, self.divisors, squares)]
-        if grads.dtype != weight.dtype or not compiled.handles(weight, self.rows, grads, *states, *numbers):
+        tensors = (weight, self.rows, grads, *states, *numbers)
+        if grads.dtype != weight.dtype or not compiled.handles(*tensors, copied=self.copied):
             return False
         weights, divisors, squares = numbers
         index = None

@@ -129,7 +129,8 @@ def _consume_gradients(
         rows, bags = rows[keep], keep.nonzero()[:, 0] if bags is None else bags[keep]
         weights = None if weights is None else weights[keep]
         frequencies = None if frequencies is None else frequencies[keep]
-    if group.is_replicated and ranks.size > 1:  # first the sums of this rank, then those of all
+    copied = group.is_replicated and ranks.size > 1
+    if copied:  # first the sums of this rank, then those of all
         dedup = deduplicate(rows)
         sums = sum_duplicates(grads, bags, dedup, weights)
         if frequencies is not None:
@@ -139,7 +140,7 @@ def _consume_gradients(
         bags, weights = None, None
     dedup = _without_padding(request.dedup if rows is request.rows else deduplicate(rows), shard)
     divisors = None if frequencies is None else _sum_numbers(frequencies, dedup)
-    gradients = RowGradients(dedup.unique, grads, dedup, bags, weights, divisors, factor)
+    gradients = RowGradients(dedup.unique, grads, dedup, bags, weights, divisors, factor, copied)
     if group.columns > 1 and consumer.needs_square_sums():  # of whole rows, so the chunks of columns communicate
         sums = decayed = grads
         if shard is not None:

@@ -202,6 +202,8 @@ class ShardStorage:
                 shard.weight = weight
                 shard.state = {name: _convert_state(x, weight) for name, x in shard.state.items()}
         self.options = replace(self.options, dtype=probe.dtype, device=probe.device)
+        for module in self.modules:
+            module.rule = None  # a TableOptimizer does not follow: its next step says so
         self.attach(self.modules)
         for module, grad in zip(self.modules, grads, strict=True):
             if grad is not None:
@@ -248,12 +250,9 @@ class ShardStorage:
             name_hash = int.from_bytes(hashlib.blake2b(module.table.name.encode(), digest_size=7).digest(), "little")
             if _has_values(module.local):
                 draw_weights(module.table, module.box, module.local, seed=mix_seed(seed, name_hash))
-        for steps in self.steps:
+                module.reset_states(module.rule or self.rule)
+        for steps in (*self.steps, *(module.states["step"] for module in self.modules if "step" in module.states)):
             steps.zero_()
-        for shard in self.shards:
-            if shard is not None and self.rule is not None and _has_values(shard.weight):
-                for name, first in self.rule.states(shard.weight[:1]).items():
-                    shard.state[name][:] = first
 
 
 def _has_values(x: Tensor) -> bool:
