@@ -189,7 +189,8 @@ def _op(
         sizes=tuple(sizes),
         group=as_group(ranks),
     )
-    return compute(x, y, scale, bias, weights, ids, masked, plan, needs_grad)
+    found = compute(x, y, scale, bias, weights, ids, masked, plan, needs_grad)
+    return found._replace(total=found.total.clone())  # total and dbias may be views of one tensor; an op may not return both
 
 
 @_op.register_fake
