@@ -360,12 +360,22 @@ def allow_tf32(precision: str, x: Tensor) -> Iterator[None]:
     if precision != "fast" or x.dtype != torch.float32 or not x.is_cuda:
         yield
         return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    matmul_settings = torch.backends.cuda.matmul
+    before = matmul_settings.fp32_precision
+    matmul_settings.fp32_precision = "tf32"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        matmul_settings.fp32_precision = before
+
+
+def tf32_is_allowed() -> bool:
+    """Return torch's setting for float32 matmuls on CUDA.
+
+    torch.get_float32_matmul_precision() raises once a program has used torch.backends.cuda.matmul.fp32_precision, which follows
+    torch.set_float32_matmul_precision() as well.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def largest_slope_lift(grads: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:

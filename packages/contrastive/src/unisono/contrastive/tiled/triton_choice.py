@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from unisono.contrastive.tiled.block_kernels import BlockKernels, LogsAndGrads
-from unisono.contrastive.tiled.device_tiles import DeviceTiles
+from unisono.contrastive.tiled.device_tiles import DeviceTiles, tf32_is_allowed
 from unisono.contrastive.tiled.tiles import ColumnBlock, LogSumExp, TilePlan
 
 if TYPE_CHECKING:
     from unisono.contrastive.tiled.triton_tiles import TritonTiles
 
 SWITCH = "UNISONO_TRITON"
-_agreed: dict[tuple[torch.device, torch.dtype, str, str], bool] = {}
+_agreed: dict[tuple[torch.device, torch.dtype, str, bool], bool] = {}
 
 
 def triton_tiles(device: torch.device, dtype: torch.dtype, plan: TilePlan, fake: bool) -> type[TritonTiles] | None:
@@ -40,7 +40,7 @@ def triton_tiles(device: torch.device, dtype: torch.dtype, plan: TilePlan, fake:
     if dtype not in DTYPES or len(plan.excluded_diagonals) > MOST_DIAGONALS:
         return None
     if not fake:
-        key = device, dtype, plan.precision, torch.get_float32_matmul_precision() if dtype == torch.float32 else ""
+        key = device, dtype, plan.precision, dtype == torch.float32 and tf32_is_allowed()
         if key not in _agreed:
             if torch.cuda.is_current_stream_capturing():  # neither a wait nor a compiler can be in a CUDA graph
                 return None
@@ -82,7 +82,7 @@ def _agree(kernels: type[BlockKernels], device: torch.device, dtype: torch.dtype
 def largest_difference(kernels: type[BlockKernels], device: torch.device, dtype: torch.dtype, plan: TilePlan) -> str:
     """Compute a small batch with `kernels` and with the torch tiles. Describe the first result that differs, if any does."""
     found, expected = (_results(each, device, dtype, plan.precision) for each in (kernels, DeviceTiles))
-    rounded = dtype == torch.float32 and (plan.precision == "fast" or torch.get_float32_matmul_precision() != "highest")
+    rounded = dtype == torch.float32 and (plan.precision == "fast" or tf32_is_allowed())
     bits = 7 if rounded else {"fast": 6, "exact": 11}[plan.precision]  # 16-bit slopes of "fast" may be rounded either way
     for name, truth in expected.items():
         finite = truth.isfinite()

@@ -3,6 +3,7 @@
 BucketLauncher sends them during backward: each as soon as its gradients exist, in the same order on every rank.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -197,15 +198,21 @@ def plan_buckets(specs: Sequence[GradientSpec], members: Collection[int], bucket
 
 
 def make_buckets(
-    specs: Sequence[GradientSpec], members: Collection[int], bucket_bytes: int, buffers: Buffers, slots: int | None
+    specs: Sequence[GradientSpec],
+    members: Collection[int],
+    bucket_bytes: int,
+    buffers: Buffers,
+    slots: int | None,
+    *,
+    has_flag: bool = False,
 ) -> list[Bucket]:
-    """Return the buckets of `plan_buckets`. They take turns in `slots` pieces of memory.
+    """Return the buckets of `plan_buckets`. They take turns in `slots` pieces of memory; with slots=None each has its own.
 
-    With slots=None each has its own, and the last one has a flag if it is on a CPU.
+    `has_flag`: the last one has a flag if it is on a CPU. It must be the same on all ranks: a flag is an element more to send.
     """
     plan = plan_buckets(specs, members, bucket_bytes)
     if slots is None:
-        flagged = len(plan) - 1 if plan and specs[plan[-1][0]].device.type == "cpu" else None
+        flagged = len(plan) - 1 if has_flag and plan and specs[plan[-1][0]].device.type == "cpu" else None
         return [Bucket(bucket, specs, buffers, place, None, has_flag=place == flagged) for place, bucket in enumerate(plan)]
     sizes = [sum(specs[member].shape.numel() for member in bucket) for bucket in plan]
     kinds = [specs[bucket[0]][1:] for bucket in plan]
@@ -231,6 +238,14 @@ def _can_reduce_in_place(grad: Tensor) -> bool:
     )
 
 
+def _storage_references(x: Tensor) -> int:
+    storage = x.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+_STORAGE_REFERENCES = _storage_references(torch.empty(1, device="cpu"))  # of a storage that only one function knows
+
+
 def _is_the_only_one(grad: Tensor) -> bool:
     """Return whether `grad` is known only as p.grad, and nothing else knows its memory, not even numpy or DLPack."""
     storage = grad.untyped_storage()
@@ -238,6 +253,8 @@ def _is_the_only_one(grad: Tensor) -> bool:
         grad._use_count() == 2  # p.grad, and `grad` itself
         and torch._C._storage_Use_Count(storage._cdata) == 2  # `grad` and `storage`
         and storage.resizable()
+        and not storage.is_shared()  # by processes
+        and sys.getrefcount(storage) == _STORAGE_REFERENCES  # nobody else holds it in Python
         and grad.is_contiguous()
         and not (grad.requires_grad or grad.is_conj() or grad.is_neg())
     )

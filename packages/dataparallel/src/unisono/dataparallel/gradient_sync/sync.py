@@ -122,7 +122,7 @@ class GradientSync:
         self._expected: tuple[int, ...] = ()  # the dense gradients of the last call; the same on all ranks
         self._expected_text = "()"
         self._is_first = True
-        self._plans: dict[int | None, tuple[tuple[int, ...], list[Bucket]]] = {}
+        self._plans: dict[tuple[int | None, bool], tuple[tuple[int, ...], list[Bucket]]] = {}
         self._buffers = Buffers()
         self._overlapping = False
         self._compare_next = compare_weights
@@ -171,7 +171,7 @@ class GradientSync:
         if self._is_first or ranks.size == 1:
             entry.result()
             self._compare_weights(ranks)
-        buckets = self._buckets(self._expected, None) if ranks.size > 1 else []
+        buckets = self._buckets(self._expected, None, has_flag=True) if ranks.size > 1 else []
         launcher = BucketLauncher(self._parameters, self._specs, buckets, self._scale(ranks), ranks, entry.agrees)
         self._overlapping = True
         try:
@@ -247,11 +247,11 @@ class GradientSync:
     def _scale(self, ranks: GroupRanks) -> float:
         return 1 / ranks.size if self.reduce == "mean" else 1.0
 
-    def _buckets(self, members: tuple[int, ...], slots: int | None) -> list[Bucket]:
-        known, buckets = self._plans.get(slots, (None, []))
+    def _buckets(self, members: tuple[int, ...], slots: int | None, *, has_flag: bool = False) -> list[Bucket]:
+        known, buckets = self._plans.get((slots, has_flag), (None, []))
         if known != members:
-            buckets = make_buckets(self._specs, members, self.bucket_bytes, self._buffers, slots)
-            self._plans[slots] = members, buckets
+            buckets = make_buckets(self._specs, members, self.bucket_bytes, self._buffers, slots, has_flag=has_flag)
+            self._plans[slots, has_flag] = members, buckets
         return buckets
 
     def _receive(self, launcher: BucketLauncher, ranks: GroupRanks) -> GlobalGradients:
@@ -390,6 +390,9 @@ class GradientSync:
                 f"sync_gradients: the communication failed on rank {ranks.rank} of {ranks.size}; some gradients are synced, "
                 "some are not, some may be neither: set them to None before another backward"
             ) from error
+        except BaseException:  # an interrupt: messages may still be on their way
+            self._forget_memory()
+            raise
 
 
 def sum_sparse_gradients(
