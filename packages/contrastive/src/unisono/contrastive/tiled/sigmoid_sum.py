@@ -95,7 +95,7 @@ def compute(
     assert plan.sizes is not None
     wide = statistics_dtype(x.device)
     kernels = block_kernels(x, scale, ids, y.shape[0], plan)
-    column_weights = [] if weights is None else [weights.to(wide)]
+    column_weights = [] if weights is None else [weights.to(wide).contiguous()]
     tensors = [y, *column_weights, *([] if ids is None else [ids])]
     columns = exchange_columns(tensors, plan.exchange, plan.sizes, kernels.dtype.itemsize, plan.group)
     dx = x.new_empty(x.shape, dtype=kernels.dtype) if needs_grad else None
