@@ -286,7 +286,8 @@ def has_functional_form(x: Tensor, plan: LinearMap) -> bool:
     """Return whether torch.compile may see `plan` as one of torch's functional collectives, or as plain torch.
 
     torch drops functional collectives from a training graph where nothing depends on them, and that may be so on one rank only:
-    while others log the result, for instance. What has a gradient is used by all ranks, or their backward would wait.
+    while others log the result, for instance. So only what has a gradient is functional: most often all ranks use it, or their
+    backward would wait. A loss that is reduced for a log must be detached.
     """
     kind = KINDS[plan.kind]
     if not compiled.are_equal((*plan.send, *plan.receive)):
@@ -295,7 +296,7 @@ def has_functional_form(x: Tensor, plan: LinearMap) -> bool:
         return True
     if kind.functional is None or not (plan.functional or (x.requires_grad and torch.is_grad_enabled())):
         return False
-    return compiled.is_served(plan.kind == "reduce_scatter", x.dtype, x.device.type, plan.ranks.name)
+    return compiled.is_served(plan.kind, x.dtype, x.device.type, plan.ranks.name)
 
 
 def _run_in_graph(x: Tensor, plan: LinearMap) -> Tensor:
