@@ -232,6 +232,32 @@ def test_the_comparison_of_the_first_use():
         assert "gradient of x" in largest_difference(Off, device, torch.bfloat16, plan)
 
 
+def test_the_comparison_runs_the_kernels_of_a_plain_loss():
+    """They have larger tiles, and no mask for the width."""
+
+    class Off(TritonTiles):
+        def gradients(self, *args, dx, **kwargs):
+            super().gradients(*args, dx=dx, **kwargs)
+            if self.plan.log_sum_exps == TilePlan().log_sum_exps and not self.plan.needs_ids:
+                dx[3] *= 1.01
+
+    with on_triton(small=False), mock.patch.object(triton_tiles, "_dot_options", wraps=triton_tiles._dot_options) as options:
+        assert "gradient of x" in largest_difference(Off, torch.device("cpu"), torch.bfloat16, TilePlan())
+    calls = [call.args for call in options.call_args_list]
+    assert {x.shape[1] % blocks.width == 0 for x, blocks in calls} == {False, True}
+    assert {blocks.columns for _, blocks in calls} == {64, 128}
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_comparison_is_the_same_for_any_default_dtype(default):
+    torch.set_default_dtype(default)
+    try:
+        with on_triton(small=False):
+            assert largest_difference(TritonTiles, torch.device("cpu"), torch.bfloat16, TilePlan()) == ""
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_ops_say_what_they_change():
     parts = torch.randn(3, 10, 2, dtype=torch.float64)
     arguments = parts, torch.empty(2, 10, dtype=torch.float64), 1

@@ -11,6 +11,7 @@ from tests.contrastive.loss_cases import CASES, LOSSES, far_apart_and_not_a_numb
 from unisono.contrastive import clip_loss, sigmoid_loss
 from unisono.contrastive.tiled import device_tiles, logit_statistics, sigmoid_sum
 from unisono.contrastive.tiled.device_tiles import DeviceTiles
+from unisono.contrastive.tiled.tiles import ColumnBlock, TilePlan
 
 
 @contextmanager
@@ -108,6 +109,15 @@ def test_scaled_up_and_nearly_zero(dtype):
                 grads.append(torch.autograd.grad(clip_loss(x, x.detach(), scale) * factor, x)[0].double())
         smallest = 2.0**-24 if dtype == torch.float16 else 0.0  # of a float16 gradient
         torch.testing.assert_close(grads[0], grads[1], rtol=2**-7, atol=smallest)
+
+
+def test_a_scale_of_16_bits_is_not_rounded_again():
+    """The scale is multiplied by log2(e), in the dtype of the logits."""
+    x = torch.linspace(-1, 1, 48).view(8, 6)
+    scale = torch.tensor(3.0, dtype=torch.bfloat16)
+    kernels = (DeviceTiles(x, each, None, 8, TilePlan()) for each in (scale, scale.float()))
+    found, expected = (each.statistics(ColumnBlock(x, None, 0), keep=False) for each in kernels)
+    assert torch.equal(found.rows, expected.rows) and torch.equal(found.diagonal, expected.diagonal)
 
 
 def test_far_apart_and_not_a_number():

@@ -204,7 +204,8 @@ class DeviceTiles(BlockKernels):
         """`scale` * times: a scalar in the dtype of the tiles, or a number, which costs no kernel, if `scale` is a constant."""
         if self.scale.device != self.x.device:
             return float(self.scale) * times
-        return (self.scale * times).to(self.dtype)
+        scale = self.scale.to(torch.promote_types(self.scale.dtype, self.dtype))  # a product of 16 bits would be rounded
+        return (scale * times).to(self.dtype)
 
     def _spans(self, block: ColumnBlock) -> tuple[list[Span], list[Span]]:
         """All rows and as many columns as fit; if that are less than 128, fewer rows."""
