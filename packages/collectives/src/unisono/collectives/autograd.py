@@ -263,13 +263,13 @@ class Call(NamedTuple):
 
 def apply_batched(xs: Sequence[Tensor], plans: Sequence[LinearMap]) -> list[Tensor]:
     """Run plan k on `xs[k]`, where some are batches of torch.autograd.grad(is_grads_batched=True): all run as batches, then."""
-    level, size = _batch_level(next(x for x in xs if torch._C._functorch.is_legacy_batchedtensor(x)))
+    level, size = batch_level(next(x for x in xs if torch._C._functorch.is_legacy_batchedtensor(x)))
     rows = [torch._remove_batch_dim(x, level, size, 0).movedim(0, -1) for x in xs]  # rows stay first
     ys = [apply(x, plan) for x, plan in zip(rows, plans, strict=True)]
     return [torch._add_batch_dim(y, y.ndim - 1, level) for y in ys]
 
 
-def _batch_level(x: Tensor) -> tuple[int, int]:
+def batch_level(x: Tensor) -> tuple[int, int]:
     """Return the level of a batched tensor, and its batch size.
 
     torch counts levels by thread, and on accelerators backward runs in threads of its own: only the tensor knows its level.
