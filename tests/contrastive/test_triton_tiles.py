@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="this torch comes without Triton")
 
@@ -156,6 +157,22 @@ def test_the_first_use_compares_once(first_use):
     for _ in range(3):
         assert choose() is choose(torch.float16) is TritonTiles
     assert len(calls) == 2  # one for each dtype
+
+
+def test_the_comparison_is_hidden_from_modes(first_use, monkeypatch):
+    """A mode of the caller, such as a ledger or a profiler, sees neither its kernels nor its waits."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    first_use("")
+    monkeypatch.setattr(triton_choice, "largest_difference", lambda *_: str(torch.ones(2).tolist()) * 0)
+    with Watch():
+        assert choose() is TritonTiles
+    assert not seen
 
 
 def test_fake_tensors_are_not_compared(first_use):

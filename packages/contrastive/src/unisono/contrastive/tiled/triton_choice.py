@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from unisono.contrastive.tiled.block_kernels import BlockKernels, LogsAndGrads
 from unisono.contrastive.tiled.device_tiles import DeviceTiles, tf32_is_allowed
@@ -66,7 +67,7 @@ def _agree(kernels: type[BlockKernels], device: torch.device, dtype: torch.dtype
     """Compare with the torch tiles; warn if the results differ."""
     problem = ""
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
             problem = largest_difference(kernels, device, dtype, plan)
     except Exception as error:  # whatever a compiler or a driver may say
         problem = f"{type(error).__name__}: {error}"
