@@ -329,7 +329,8 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(x: Tensor, y: Tensor, scale: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), y.new_empty(y.shape), torch.empty_like(scale)
+    # The scale may be a constant on the CPU. If the op moved its gradient there, the host would wait for the device.
+    return x.new_empty(x.shape), y.new_empty(y.shape), x.new_empty((), dtype=scale.dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -341,8 +342,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _compiled_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     x, y, scale, row_ids, column_ids, *statistics, exchanged_sizes = ctx.saved_tensors
     known = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(statistics, grads, strict=False)]
-    results = _backward_op(x, y, scale, row_ids, column_ids, statistics, known, exchanged_sizes, *ctx.arguments)
-    return *results, *(None,) * 8
+    dx, dy, dscale = _backward_op(x, y, scale, row_ids, column_ids, statistics, known, exchanged_sizes, *ctx.arguments)
+    return dx, dy, dscale.to(scale.device) if ctx.needs_input_grad[2] else None, *(None,) * 8
 
 
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
