@@ -376,7 +376,7 @@ def tf32_is_allowed() -> bool:
     torch.get_float32_matmul_precision() raises once a program has used torch.backends.cuda.matmul.fp32_precision, which follows
     torch.set_float32_matmul_precision() as well.
     """
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def largest_slope_lift(grads: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
