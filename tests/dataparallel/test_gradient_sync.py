@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from unisono.collectives import MismatchError, count_bytes, global_mean, simulate_rank
 from unisono.collectives.testing import RankPool
 from unisono.dataparallel import GradientSync, sync_gradients
+from unisono.dataparallel.gradient_sync.buckets import _is_the_only_one
 
 SPLITS = {1: (7,), 2: (5, 2), 3: (4, 0, 3), 4: (3, 0, 2, 2)}  # rows of each rank
 
@@ -297,8 +298,19 @@ def adds_shared_memory_once():
     assert memory.tolist() == [2.0] * 3
 
 
+def joined_on_one_rank():
+    """The backward of cat gives views of one tensor. A rank without them must send buckets of the same lengths."""
+    p, q = (nn.Parameter(torch.ones(2**20)) for _ in "pq")
+    if dist.get_rank() == 0:
+        (torch.cat([p, q]) * torch.ones(2**21)).sum().backward()
+        assert p.grad.untyped_storage().data_ptr() == q.grad.untyped_storage().data_ptr()
+    sync_gradients([p, q], reduce="sum")
+    assert (p.grad == 1).all() and (q.grad == 1).all()
+
+
 def test_gradients_that_share_memory(ranks):
     ranks(adds_shared_memory_once, world_size=2)
+    ranks(joined_on_one_rank, world_size=2)
 
 
 def counts_and_reuses():
@@ -496,6 +508,17 @@ def large_gradients(how):
 @pytest.mark.parametrize("how", ["call", "overlap"])
 def test_large_gradients_are_not_copied_back(ranks, how):
     ranks(large_gradients, how, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "know", [Tensor.numpy, Tensor.detach, Tensor.untyped_storage, Tensor.share_memory_, lambda grad: grad[:2], torch.to_dlpack]
+)
+def test_memory_that_others_know_is_not_exchanged(know):
+    p = nn.Parameter(torch.zeros(4))
+    p.grad = torch.ones(4)
+    assert _is_the_only_one(p.grad)
+    known = know(p.grad)
+    assert not _is_the_only_one(p.grad), known
 
 
 def raises_inside():
