@@ -1,16 +1,25 @@
-"""Equal sizes under torch.compile are torch's functional collectives, forward and backward, with the values of one process."""
+"""Equal sizes under torch.compile are torch's functional collectives, forward and backward, with the values of one process.
 
+That is so on backends other than gloo, and where inductor does not reorder for memory. Here gloo plays another backend.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo.testing
+import torch._inductor.config
 import torch.distributed as dist
 
 from tests.collectives.one_process import CASES, inputs_of, local_loss
 from unisono.collectives import (
     all_gather,
     all_reduce,
+    all_to_all_single,
     average_gradient,
     checked,
     global_mean,
@@ -18,9 +27,32 @@ from unisono.collectives import (
     split,
     sum_gradient,
 )
+from unisono.collectives import compiled as compiled_collectives
+from unisono.collectives.autograd import KINDS
 from unisono.collectives.testing import run_ranks
 
 GATHER, SCATTER, EXCHANGE, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce"
+
+
+@contextmanager
+def functional(kinds: set[str]) -> Iterator[None]:
+    """Inductor does not reorder for memory, and gloo serves these kinds of maps."""
+    with (
+        torch._inductor.config.patch(reorder_for_peak_memory=False),
+        mock.patch.object(compiled_collectives, "FUNCTIONAL_ON_GLOO", kinds),
+    ):
+        yield
+
+
+def on_another_backend(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the body of a rank with gloo's own collectives for all kinds of maps: all ranks here see the same sizes."""
+
+    @wraps(body)
+    def run(*args: Any) -> Any:
+        with functional(set(KINDS)):
+            return body(*args)
+
+    return run
 
 
 class Graphs:
@@ -65,6 +97,7 @@ LOWERED = {
 }
 
 
+@on_another_backend
 def matches_one_process(names: list[str]) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for name in names:
@@ -107,11 +140,12 @@ PROGRAMS = {
     "average_gradient": (lambda x: average_gradient(x * 2), [], [REDUCE]),
     "split": (lambda x: split(x * 2), [], [GATHER]),
     "one parameter, twice": (lambda x: all_reduce(global_mean(x) * x), [REDUCE, REDUCE], [REDUCE, REDUCE]),
-    "16 bits": (lambda x: all_gather(x.bfloat16(), sizes="equal").double(), [GATHER], ["opaque"]),  # gloo adds in 16 bits
+    "16 bits": (lambda x: all_gather(x.bfloat16(), sizes="equal").double(), [GATHER], [SCATTER]),
     "complex": (lambda x: all_gather(torch.complex(x, x), sizes="equal").imag, ["opaque"], ["opaque"]),
 }
 
 
+@on_another_backend
 def has_these_collectives() -> None:
     for name, (program, forward, backward) in PROGRAMS.items():
         torch._dynamo.reset()
@@ -129,6 +163,63 @@ def test_what_is_equal_is_in_the_graph_and_the_rest_is_opaque():
     run_ranks(has_these_collectives, world_size=2, timeout=240)
 
 
+def without_other_settings(reorders: bool) -> None:
+    """By default all is opaque. On gloo, only a sum is functional where inductor does not reorder."""
+    rank = dist.get_rank()
+    programs = {
+        "all_gather": (lambda x: all_gather(x, sizes="equal"), False),
+        "reduce_scatter": (lambda x: reduce_scatter(x, sizes="equal"), False),
+        "all_to_all": (lambda x: all_to_all_single(x, send_sizes=[2, 2], receive_sizes=[2, 2]), False),
+        "max": (lambda x: all_reduce(x, "max"), False),
+        "split": (lambda x: split(x * 2), False),
+        "all_reduce": (lambda x: all_reduce(x * 2), True),
+        "sum_gradient": (lambda x: sum_gradient(x * 2), True),
+        "uneven and sum": (lambda x: all_gather(x[: 1 + rank], sizes=[1, 2]).sum() + all_reduce(x), True),
+    }
+    for name, (program, adds) in programs.items():
+        torch._dynamo.reset()
+        graphs = Graphs()
+        x = (torch.arange(12.0, dtype=torch.float64).view(4, 3).sin() + rank).requires_grad_()
+        found = []
+        with torch._inductor.config.patch(reorder_for_peak_memory=reorders):
+            for function in (program, torch.compile(program, backend=graphs.backend, fullgraph=True)):
+                y = function(x)
+                found.append((y, *torch.autograd.grad(((rank + 1) * y**2).sum(), x)))
+        torch.testing.assert_close(*found)
+        used = {each for graph in graphs.collectives for each in graph}
+        assert used - {"opaque"} == ({REDUCE} if adds and not reorders else set()), (name, used)
+
+
+@pytest.mark.parametrize("reorders", [True, False])
+def test_gloo_has_functional_sums_where_inductor_does_not_reorder(reorders):
+    assert torch._inductor.config.reorder_for_peak_memory  # the default
+    run_ranks(without_other_settings, reorders, world_size=2, timeout=240)
+
+
+def one_rank_sees_equal_sizes(eager: int | None) -> None:
+    """Each pair of ranks sends as it says to each other; only rank 0 sees equal sizes. Rank `eager` does not compile."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    rows = [[2, 2], [2, 3]][rank]
+    x = (torch.arange(2.0 * sum(rows), dtype=torch.float64).view(-1, 2) + rank).requires_grad_()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        exchanged = all_to_all_single(x, send_sizes=rows, receive_sizes=rows)
+        return all_gather(exchanged[:2], sizes="equal").sum() + all_reduce(x.sum() * exchanged.sum())
+
+    run = program if rank == eager else torch.compile(program, backend="aot_eager", fullgraph=True)
+    with torch._inductor.config.patch(reorder_for_peak_memory=False):
+        found = run(x), program(x)
+        torch.testing.assert_close(*found)
+        torch.testing.assert_close(*(torch.autograd.grad(y * (rank + 1), x) for y in found))
+
+
+@pytest.mark.parametrize("eager", [None, 1])
+def test_ranks_that_compile_other_code_meet_on_gloo(eager):
+    run_ranks(one_rank_sees_equal_sizes, eager, world_size=2, timeout=60)
+
+
+@on_another_backend
 def nan_wins() -> None:
     torch._dynamo.reset()
     x = torch.tensor([[1.0, float("nan"), -0.0], [float("nan"), -float("inf"), 0.0]])[dist.get_rank()]
@@ -143,6 +234,7 @@ def test_nan_wins_in_compiled_max_and_min():
     run_ranks(nan_wins, world_size=2)
 
 
+@on_another_backend
 def checks_are_not_lost() -> None:
     """A graph that is compiled inside checked() compares the calls of the ranks."""
     torch._dynamo.reset()
@@ -159,6 +251,7 @@ def test_checked_graphs_stay_opaque():
     run_ranks(checks_are_not_lost, world_size=2)
 
 
+@on_another_backend
 def dynamic_batches() -> tuple[int, list[list[str]]]:
     torch._dynamo.reset()
     graphs = Graphs()
@@ -179,6 +272,7 @@ def test_batches_of_any_size_share_a_graph():
         assert all(found in ([GATHER], [SCATTER]) for found in collectives)
 
 
+@on_another_backend
 def with_inductor() -> None:
     """Several collectives that do not depend on each other, one of uneven sizes, and one whose result rank 1 does not use."""
     torch._dynamo.reset()
@@ -204,6 +298,7 @@ def test_inductor_runs_what_one_rank_does_not_use():
     run_ranks(with_inductor, world_size=2, timeout=240)
 
 
+@on_another_backend
 def penalty_inside() -> None:
     """A gradient penalty within the compiled region: the backward of the backward."""
     torch._dynamo.reset()

@@ -89,14 +89,19 @@ def test_ledger_time_by_phase_shows_its_constants() -> None:
     text = str(time)
     assert "model of H100 SXM" in text and "TFLOP/s: float64 50 of 67, float32 50 of 67" in text
     assert "TB/s: memory bandwidth 2.6 of 3.35" in text and "microseconds: launch 5," in text
-    tf32 = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        with count_costs(device="cpu") as faster:
-            (x @ x).sum().backward()
-    finally:
-        torch.set_float32_matmul_precision(tf32)
-    assert faster.time(H100_SXM).total.compute == pytest.approx(3 * 2 * 64**3 / 350e12)
+    before = torch.backends.cuda.matmul.fp32_precision
+    for setting, allow in (
+        ("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision("high")),
+        ("fp32_precision", lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")),
+    ):
+        try:
+            allow()
+            with count_costs(device="cpu") as faster:
+                (x @ x).sum().backward()
+        finally:
+            torch.set_float32_matmul_precision("highest")
+            torch.backends.cuda.matmul.fp32_precision = before
+        assert faster.time(H100_SXM).total.compute == pytest.approx(3 * 2 * 64**3 / 350e12), setting
 
 
 @pytest.mark.parametrize("hardware", [H100_SXM, A100_SXM], ids=lambda hardware: hardware.name)

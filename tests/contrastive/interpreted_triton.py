@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.contrastive.loss_cases import CASES, close, far_apart_and_not_a_number, matches_one_process
 from tests.contrastive.triton_interpreter import on_triton
-from unisono.contrastive import clip_loss
+from unisono.contrastive import clip_loss, sigmoid_loss
 from unisono.contrastive.tiled import triton_tiles
 from unisono.contrastive.tiled.block_kernels import LogsAndGrads
 from unisono.contrastive.tiled.device_tiles import DeviceTiles
@@ -18,6 +18,7 @@ from unisono.contrastive.tiled.triton_tiles import TritonTiles
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, about -inf
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WEIGHTS = torch.linspace(0.5, 2, 60, dtype=torch.float64).view(20, 3)
 
 # Whole losses on several ranks, against the reference in one process.
 
@@ -137,6 +138,17 @@ def test_a_sigmoid_block_matches_the_torch_tiles(masked, weighted):
                 close(found.double(), truth.double(), 2e-5, f"{number} of {shape}")
 
 
+@pytest.mark.parametrize("weights", [WEIGHTS[:, 0], WEIGHTS[0, 0].expand(20)])
+def test_weights_that_are_not_contiguous(weights):
+    """float64 weights are not copied to another dtype; the kernels read them one after the other."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(20, 16, generator=generator).requires_grad_() for _ in "xy")
+    with on_triton():
+        found, expected = (sigmoid_loss(x, y, 5.0, -5.0, weights=each) for each in (weights, weights.contiguous()))
+        torch.testing.assert_close(*(torch.autograd.grad(loss, [x, y]) for loss in (found, expected)), rtol=0, atol=0)
+    assert torch.equal(found, expected)
+
+
 def test_a_scale_that_is_a_constant():
     """A number on the CPU gives what a tensor on the device gives. Here both are on the CPU, so the op is told otherwise."""
     results = []
@@ -218,6 +230,32 @@ def test_the_comparison_of_the_first_use():
                 dx[3] *= 1.01
 
         assert "gradient of x" in largest_difference(Off, device, torch.bfloat16, plan)
+
+
+def test_the_comparison_runs_the_kernels_of_a_plain_loss():
+    """They have larger tiles, and no mask for the width."""
+
+    class Off(TritonTiles):
+        def gradients(self, *args, dx, **kwargs):
+            super().gradients(*args, dx=dx, **kwargs)
+            if self.plan.log_sum_exps == TilePlan().log_sum_exps and not self.plan.needs_ids:
+                dx[3] *= 1.01
+
+    with on_triton(small=False), mock.patch.object(triton_tiles, "_dot_options", wraps=triton_tiles._dot_options) as options:
+        assert "gradient of x" in largest_difference(Off, torch.device("cpu"), torch.bfloat16, TilePlan())
+    calls = [call.args for call in options.call_args_list]
+    assert {x.shape[1] % blocks.width == 0 for x, blocks in calls} == {False, True}
+    assert {blocks.columns for _, blocks in calls} == {64, 128}
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_comparison_is_the_same_for_any_default_dtype(default):
+    torch.set_default_dtype(default)
+    try:
+        with on_triton(small=False):
+            assert largest_difference(TritonTiles, torch.device("cpu"), torch.bfloat16, TilePlan()) == ""
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_the_ops_say_what_they_change():

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.contrastive.loss_cases import CASES, LOSSES, far_apart_and_not_a_number, matches_one_process
-from unisono.contrastive import clip_loss
+from unisono.contrastive import clip_loss, sigmoid_loss
 from unisono.contrastive.tiled import device_tiles, logit_statistics, sigmoid_sum
 from unisono.contrastive.tiled.device_tiles import DeviceTiles
+from unisono.contrastive.tiled.tiles import ColumnBlock, TilePlan
 
 
 @contextmanager
@@ -34,6 +35,24 @@ def all_cases(exchange, tile):
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_all_losses_match_one_process(ranks, world_size, exchange, tile):
     ranks(all_cases, exchange, tile, world_size=world_size)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_compiled_sigmoid_loss_matches_eager(weighted):
+    """An op may not return two views of one storage."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(8, 6, generator=generator, dtype=torch.float64).requires_grad_() for _ in "xy")
+    scale, bias = (torch.tensor(number, dtype=torch.float64).requires_grad_() for number in (3.0, -3.0))
+    weights = torch.rand(8, generator=generator, dtype=torch.float64) if weighted else None
+
+    def step():
+        return sigmoid_loss(x, y, scale, bias, weights=weights)
+
+    torch._dynamo.reset()
+    with on_an_accelerator():
+        found, expected = torch.compile(step, fullgraph=True, backend="aot_eager")(), step()
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(loss, [x, y, scale, bias]) for loss in (found, expected)))
 
 
 def with_a_small_budget():
@@ -90,6 +109,15 @@ def test_scaled_up_and_nearly_zero(dtype):
                 grads.append(torch.autograd.grad(clip_loss(x, x.detach(), scale) * factor, x)[0].double())
         smallest = 2.0**-24 if dtype == torch.float16 else 0.0  # of a float16 gradient
         torch.testing.assert_close(grads[0], grads[1], rtol=2**-7, atol=smallest)
+
+
+def test_a_scale_of_16_bits_is_not_rounded_again():
+    """The scale is multiplied by log2(e), in the dtype of the logits."""
+    x = torch.linspace(-1, 1, 48).view(8, 6)
+    scale = torch.tensor(3.0, dtype=torch.bfloat16)
+    kernels = (DeviceTiles(x, each, None, 8, TilePlan()) for each in (scale, scale.float()))
+    found, expected = (each.statistics(ColumnBlock(x, None, 0), keep=False) for each in kernels)
+    assert torch.equal(found.rows, expected.rows) and torch.equal(found.diagonal, expected.diagonal)
 
 
 def test_far_apart_and_not_a_number():

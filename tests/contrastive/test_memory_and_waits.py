@@ -11,7 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.contrastive.fake_cuda import LiveBytes, first_blocks, on_fake_cuda
 from unisono.collectives import count_bytes
+from unisono.collectives.groups import resolve_group
 from unisono.contrastive import clip_loss, ntxent_loss, sigmoid_loss, supcon_loss
+from unisono.contrastive.tiled import logit_statistics, sigmoid_sum
 from unisono.contrastive.tiled.columns import RingColumns
 from unisono.contrastive.tiled.logit_statistics import SavedForBackward, backward, forward
 from unisono.contrastive.tiled.sigmoid_sum import compute
@@ -93,3 +95,37 @@ def peak_bytes(rows: int) -> int:
 def test_memory_grows_with_the_rows_and_not_with_their_square():
     small, large = peak_bytes(512), peak_bytes(2048)
     assert large < 4.2 * small and large < 2048 * 2048 * 4 / 8
+
+
+@on_fake_cuda
+def test_compiled_ops_return_what_they_promise():
+    """The dtypes, shapes and devices that torch.compile was told; here the scale is a constant on the CPU."""
+    constant = torch.tensor(3.0, dtype=torch.float64)
+    plan = TilePlan(sizes=(4,))
+    options = logit_statistics._encode(plan), plan.excluded_diagonals, plan.sizes, *resolve_group(None)
+    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)), FakeTensorMode(allow_non_fake_inputs=True):
+        x, y = (torch.empty(4, 8, device="cuda") for _ in "xy")
+        *statistics, exchanged = logit_statistics._forward_op(x, y, constant, None, None, *options)
+        calls = {
+            logit_statistics._forward_op: (x, y, constant, None, None, *options),
+            logit_statistics._backward_op: (x, y, constant, None, None, statistics, statistics, exchanged, *options),
+            sigmoid_sum._op: (
+                x,
+                y,
+                constant,
+                constant,
+                None,
+                None,
+                False,
+                True,
+                "auto",
+                0,
+                "exact",
+                (4,),
+                *resolve_group(None),
+            ),
+        }
+        for op, arguments in calls.items():
+            promised, found = op(*arguments), op._init_fn(*arguments)
+            kinds = [[(t.dtype, t.shape, t.device) for t in each] for each in (promised, found)]
+            assert kinds[0] == kinds[1], op

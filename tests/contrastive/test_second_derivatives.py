@@ -1,5 +1,7 @@
 """Second derivatives of all losses, against autograd of the reference and against finite differences."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,8 @@ from unisono import contrastive
 from unisono.collectives import all_reduce
 from unisono.collectives.groups import resolve_group
 from unisono.collectives.testing import gradcheck, gradgradcheck
+from unisono.contrastive import clip_loss
+from unisono.contrastive.tiled import logit_statistics, softmax_mean
 
 
 def first_and_second(loss, batch):
@@ -119,6 +123,27 @@ def batches_of_gradients():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_batches_of_gradients(ranks, world_size):
     ranks(batches_of_gradients, world_size=world_size)
+
+
+@pytest.mark.parametrize("module", [softmax_mean, logit_statistics])
+def test_batched_gradients_in_a_backward_of_another_thread(module, monkeypatch):
+    """On accelerators autograd runs the backward in threads of its own, in which no vmap is active."""
+
+    calls = []
+
+    def in_a_thread(*args):
+        calls.append(args)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.no_grad()(one_by_one), *args).result()  # autograd sets this mode, too
+
+    one_by_one = module.one_by_one
+    monkeypatch.setattr(module, "one_by_one", in_a_thread)
+    x, y = (torch.linspace(-1, 1, 40, dtype=torch.float64).view(8, 5).roll(shift).requires_grad_() for shift in (0, 7))
+    loss = clip_loss(x, y, 3.0, hardness=0.0 if module is softmax_mean else 0.5)
+    found = torch.autograd.grad(loss, [x, y], torch.tensor([1.0, 2.0]).double(), is_grads_batched=True, retain_graph=True)
+    for batch, truth in zip(found, torch.autograd.grad(loss, [x, y]), strict=True):
+        torch.testing.assert_close(batch, torch.stack([truth, 2 * truth]))
+    assert calls
 
 
 def test_jacobian_and_hessian_with_vectorize():

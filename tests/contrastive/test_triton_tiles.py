@@ -3,17 +3,19 @@
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="this torch comes without Triton")
 
 from tests.contrastive.triton_compiler import compiled_for
 from unisono.contrastive.tiled import triton_choice, triton_tiles
 from unisono.contrastive.tiled.block_kernels import LogsAndGrads
+from unisono.contrastive.tiled.device_tiles import allow_tf32
 from unisono.contrastive.tiled.tiles import ColumnBlock, LogSumExp, TilePlan
 from unisono.contrastive.tiled.triton_tiles import TritonTiles
 
@@ -74,17 +76,36 @@ def test_kernels_fit_into_a_gpu(arch, dtype, plan):
 def test_fast_allows_tf32_for_the_products_alone(monkeypatch):
     """Logits of other digits than those of the forward would not belong to its log-sum-exps."""
 
-    @contextmanager
-    def allowed(*_):  # as on CUDA
-        torch.set_float32_matmul_precision("high")
-        yield
-        torch.set_float32_matmul_precision("highest")
-
-    monkeypatch.setattr(triton_tiles, "allow_tf32", allowed)
+    features_on_cuda = SimpleNamespace(dtype=torch.float32, is_cuda=True)
+    monkeypatch.setattr(triton_tiles, "allow_tf32", lambda precision, _: allow_tf32(precision, features_on_cuda))
+    before = torch.backends.cuda.matmul.fp32_precision
     with compiled_for(80) as usages:
         launch_all(TilePlan(precision="fast"), torch.float32)
     for usage in usages:
         assert ("mma.sync" in usage.ptx) == (usage.kernel == "products_kernel"), usage[:4]
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+@pytest.fixture
+def fp32_precision():
+    """A setting that makes torch.get_float32_matmul_precision() raise."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_a_program_may_set_fp32_precision(fp32_precision, first_use):
+    calls = first_use("")
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    assert choose(torch.float32) is TritonTiles
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    assert choose(torch.float32) is TritonTiles and len(calls) == 2  # other digits, another comparison
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with compiled_for(80) as usages:
+        launch_all(PLANS["plain"], torch.float32)
+    assert "statistics_kernel" in {usage.kernel for usage in usages if "mma.sync" in usage.ptx}
 
 
 def test_all_that_may_be_missing_compiles(monkeypatch):
@@ -136,6 +157,22 @@ def test_the_first_use_compares_once(first_use):
     for _ in range(3):
         assert choose() is choose(torch.float16) is TritonTiles
     assert len(calls) == 2  # one for each dtype
+
+
+def test_the_comparison_is_hidden_from_modes(first_use, monkeypatch):
+    """A mode of the caller, such as a ledger or a profiler, sees neither its kernels nor its waits."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    first_use("")
+    monkeypatch.setattr(triton_choice, "largest_difference", lambda *_: str(torch.ones(2).tolist()) * 0)
+    with Watch():
+        assert choose() is TritonTiles
+    assert not seen
 
 
 def test_fake_tensors_are_not_compared(first_use):

@@ -106,6 +106,8 @@ def test_top_items_of_sums_that_cancel():
     torch.set_float32_matmul_precision("medium")
     try:
         assert torch.equal(top_items(users, items, k=3)[1], expected)
+        torch.backends.mkldnn.matmul.fp32_precision = "tf32"  # now torch.get_float32_matmul_precision() raises
+        assert torch.equal(top_items(users, items, k=3)[1], expected)
     finally:
         torch.set_float32_matmul_precision("highest")
 

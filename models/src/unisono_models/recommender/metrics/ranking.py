@@ -95,7 +95,8 @@ def _top_of_tile(users: Tensor, items: Tensor, longest: float, k: int, seen: Rag
     again in float64, one product after the other, which does not depend on a shape.
     """
     limits, width = torch.finfo(users.dtype), users.shape[1]
-    settings = {torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision}
+    on_cpu = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    settings = {torch.backends.cuda.matmul.fp32_precision, on_cpu}
     rough_dtype = torch.float64 if settings & {"tf32", "bf16"} else users.dtype
     norms = torch.linalg.vector_norm(users, dim=1, keepdim=True, dtype=torch.float64)
     slack = (norms * (longest * (width + 4) * limits.eps) + width * limits.tiny).to(users.dtype)

@@ -263,13 +263,13 @@ class Call(NamedTuple):
 
 def apply_batched(xs: Sequence[Tensor], plans: Sequence[LinearMap]) -> list[Tensor]:
     """Run plan k on `xs[k]`, where some are batches of torch.autograd.grad(is_grads_batched=True): all run as batches, then."""
-    level, size = _batch_level(next(x for x in xs if torch._C._functorch.is_legacy_batchedtensor(x)))
+    level, size = batch_level(next(x for x in xs if torch._C._functorch.is_legacy_batchedtensor(x)))
     rows = [torch._remove_batch_dim(x, level, size, 0).movedim(0, -1) for x in xs]  # rows stay first
     ys = [apply(x, plan) for x, plan in zip(rows, plans, strict=True)]
     return [torch._add_batch_dim(y, y.ndim - 1, level) for y in ys]
 
 
-def _batch_level(x: Tensor) -> tuple[int, int]:
+def batch_level(x: Tensor) -> tuple[int, int]:
     """Return the level of a batched tensor, and its batch size.
 
     torch counts levels by thread, and on accelerators backward runs in threads of its own: only the tensor knows its level.
@@ -286,7 +286,8 @@ def has_functional_form(x: Tensor, plan: LinearMap) -> bool:
     """Return whether torch.compile may see `plan` as one of torch's functional collectives, or as plain torch.
 
     torch drops functional collectives from a training graph where nothing depends on them, and that may be so on one rank only:
-    while others log the result, for instance. What has a gradient is used by all ranks, or their backward would wait.
+    while others log the result, for instance. So only what has a gradient is functional: most often all ranks use it, or their
+    backward would wait. A loss that is reduced for a log must be detached.
     """
     kind = KINDS[plan.kind]
     if not compiled.are_equal((*plan.send, *plan.receive)):
@@ -295,7 +296,7 @@ def has_functional_form(x: Tensor, plan: LinearMap) -> bool:
         return True
     if kind.functional is None or not (plan.functional or (x.requires_grad and torch.is_grad_enabled())):
         return False
-    return compiled.is_served(plan.kind == "reduce_scatter", x.dtype, x.device.type, plan.ranks.name)
+    return compiled.is_served(plan.kind, x.dtype, x.device.type, plan.ranks.name)
 
 
 def _run_in_graph(x: Tensor, plan: LinearMap) -> Tensor:

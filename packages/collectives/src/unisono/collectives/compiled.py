@@ -1,7 +1,9 @@
 """Collectives of equal sizes as torch.compile sees them: torch's functional collectives, `_c10d_functional`.
 
 The opaque op of autograd.py runs where it stands. These ops inductor knows: it may start them early, wait for them late and
-fuse what lies around them. They take equal sizes only.
+fuse what lies around them. They take equal sizes only. torch keeps their order among each other, and that of opaque ops among
+each other. To save memory, inductor moves one past the other, depending on the sizes of a rank's tensors, so that ranks would
+wait for different messages: functional collectives are used only where torch._inductor.config.reorder_for_peak_memory is off.
 """
 
 from __future__ import annotations
@@ -22,19 +24,26 @@ if TYPE_CHECKING:
 _c10d = torch.ops._c10d_functional
 
 
-def is_served(adds: bool, dtype: torch.dtype, device_type: str, group: str) -> bool:
-    """Return whether the group's own backend takes such tensors as they are. `adds`: the collective is a reduce_scatter.
+# On gloo wire.py sends messages from rank to rank, which do not meet gloo's own collectives. A rank may be the only one that
+# sees equal sizes in an all_to_all, or that runs without torch.compile; what wire.py sends by an all_reduce always meets.
+FUNCTIONAL_ON_GLOO = {"all_reduce", "all_reduce_own"}
+
+
+def is_served(kind: str, dtype: torch.dtype, device_type: str, group: str) -> bool:
+    """Return whether a map of this kind may be a functional collective: the group's own backend takes the tensor as it is.
 
     Otherwise, and while checks are enabled, the opaque op has the ways of wire.py: bytes, side groups, host memory.
     """
+    import torch._inductor.config
     import torch.distributed._functional_collectives  # says that a wait must stay, used or not; takes 20 ms
+
+    if torch._inductor.config.reorder_for_peak_memory:
+        return False
 
     backend = backend_or_none(torch.device(device_type), group_by_name(group))
     if backend is None or dtype not in wire.SENT_AS_THEY_ARE or checks_enabled_at_run_time():
         return False
-    if backend == "gloo":
-        return device_type == "cpu" and not (adds and dtype in (torch.float16, torch.bfloat16))  # it would add in 16 bits
-    return True
+    return backend != "gloo" or (device_type == "cpu" and kind in FUNCTIONAL_ON_GLOO)
 
 
 # What torch.compiler.assume_constant_result does, which imports the compiler, for seconds, also where nothing is compiled.

@@ -345,7 +345,7 @@ def _storage(x: torch.Tensor) -> int:
 def _rate(dtype: torch.dtype | None) -> str:
     if dtype is None:
         return ""
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return str(dtype).removeprefix("torch.")
 

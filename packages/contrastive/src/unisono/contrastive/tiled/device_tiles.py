@@ -204,7 +204,8 @@ class DeviceTiles(BlockKernels):
         """`scale` * times: a scalar in the dtype of the tiles, or a number, which costs no kernel, if `scale` is a constant."""
         if self.scale.device != self.x.device:
             return float(self.scale) * times
-        return (self.scale * times).to(self.dtype)
+        scale = self.scale.to(torch.promote_types(self.scale.dtype, self.dtype))  # a product of 16 bits would be rounded
+        return (scale * times).to(self.dtype)
 
     def _spans(self, block: ColumnBlock) -> tuple[list[Span], list[Span]]:
         """All rows and as many columns as fit; if that are less than 128, fewer rows."""
@@ -360,12 +361,22 @@ def allow_tf32(precision: str, x: Tensor) -> Iterator[None]:
     if precision != "fast" or x.dtype != torch.float32 or not x.is_cuda:
         yield
         return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    matmul_settings = torch.backends.cuda.matmul
+    before = matmul_settings.fp32_precision
+    matmul_settings.fp32_precision = "tf32"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        matmul_settings.fp32_precision = before
+
+
+def tf32_is_allowed() -> bool:
+    """Return torch's setting for float32 matmuls on CUDA.
+
+    torch.get_float32_matmul_precision() raises once a program has used torch.backends.cuda.matmul.fp32_precision, which follows
+    torch.set_float32_matmul_precision() as well.
+    """
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def largest_slope_lift(grads: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._library.effects import EffectType
 
 from unisono.collectives import all_gather, all_to_all_single
+from unisono.collectives.autograd import batch_level
 from unisono.collectives.groups import GroupRanks, as_group, resolve_group
 from unisono.collectives.sizes import all_gather_metadata, metadata_lengths
 from unisono.contrastive.tiled.block_kernels import LOG2E, BlockKernels, LogsAndGrads, block_kernels, join_statistics
@@ -212,10 +213,7 @@ class _LogitStatisticsFunction(torch.autograd.Function):
 
 def one_by_one(function: Callable[..., tuple[Tensor | None, ...]], grads: Sequence[Tensor]) -> list[Tensor | None]:
     """Call `function` for each of a batch of gradients, which jacobian(vectorize=True) sends through one backward."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    batched = next(grad for grad in grads if torch._C._functorch.is_legacy_batchedtensor(grad))
-    size = torch._remove_batch_dim(batched, level, 0, 0).shape[0]
+    level, size = batch_level(next(grad for grad in grads if torch._C._functorch.is_legacy_batchedtensor(grad)))
     whole = [torch._remove_batch_dim(grad, level, size, 0) for grad in grads]
     results = zip(*(function(*each) for each in zip(*whole, strict=True)), strict=True)
     return [None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level) for parts in results]
@@ -331,7 +329,8 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(x: Tensor, y: Tensor, scale: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), y.new_empty(y.shape), torch.empty_like(scale)
+    # The scale may be a constant on the CPU. If the op moved its gradient there, the host would wait for the device.
+    return x.new_empty(x.shape), y.new_empty(y.shape), x.new_empty((), dtype=scale.dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -343,8 +342,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _compiled_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     x, y, scale, row_ids, column_ids, *statistics, exchanged_sizes = ctx.saved_tensors
     known = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(statistics, grads, strict=False)]
-    results = _backward_op(x, y, scale, row_ids, column_ids, statistics, known, exchanged_sizes, *ctx.arguments)
-    return *results, *(None,) * 8
+    dx, dy, dscale = _backward_op(x, y, scale, row_ids, column_ids, statistics, known, exchanged_sizes, *ctx.arguments)
+    return dx, dy, dscale.to(scale.device) if ctx.needs_input_grad[2] else None, *(None,) * 8
 
 
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)

@@ -95,7 +95,7 @@ def compute(
     assert plan.sizes is not None
     wide = statistics_dtype(x.device)
     kernels = block_kernels(x, scale, ids, y.shape[0], plan)
-    column_weights = [] if weights is None else [weights.to(wide)]
+    column_weights = [] if weights is None else [weights.to(wide).contiguous()]
     tensors = [y, *column_weights, *([] if ids is None else [ids])]
     columns = exchange_columns(tensors, plan.exchange, plan.sizes, kernels.dtype.itemsize, plan.group)
     dx = x.new_empty(x.shape, dtype=kernels.dtype) if needs_grad else None
@@ -189,7 +189,8 @@ def _op(
         sizes=tuple(sizes),
         group=as_group(ranks),
     )
-    return compute(x, y, scale, bias, weights, ids, masked, plan, needs_grad)
+    found = compute(x, y, scale, bias, weights, ids, masked, plan, needs_grad)
+    return found._replace(total=found.total.clone())  # total and dbias may be views of one tensor; an op may not return both
 
 
 @_op.register_fake

@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from unisono.contrastive.tiled.block_kernels import BlockKernels, LogsAndGrads
-from unisono.contrastive.tiled.device_tiles import DeviceTiles
+from unisono.contrastive.tiled.device_tiles import DeviceTiles, tf32_is_allowed
 from unisono.contrastive.tiled.tiles import ColumnBlock, LogSumExp, TilePlan
 
 if TYPE_CHECKING:
     from unisono.contrastive.tiled.triton_tiles import TritonTiles
 
 SWITCH = "UNISONO_TRITON"
-_agreed: dict[tuple[torch.device, torch.dtype, str, str], bool] = {}
+_agreed: dict[tuple[torch.device, torch.dtype, str, bool], bool] = {}
 
 
 def triton_tiles(device: torch.device, dtype: torch.dtype, plan: TilePlan, fake: bool) -> type[TritonTiles] | None:
@@ -40,7 +41,7 @@ def triton_tiles(device: torch.device, dtype: torch.dtype, plan: TilePlan, fake:
     if dtype not in DTYPES or len(plan.excluded_diagonals) > MOST_DIAGONALS:
         return None
     if not fake:
-        key = device, dtype, plan.precision, torch.get_float32_matmul_precision() if dtype == torch.float32 else ""
+        key = device, dtype, plan.precision, dtype == torch.float32 and tf32_is_allowed()
         if key not in _agreed:
             if torch.cuda.is_current_stream_capturing():  # neither a wait nor a compiler can be in a CUDA graph
                 return None
@@ -66,7 +67,7 @@ def _agree(kernels: type[BlockKernels], device: torch.device, dtype: torch.dtype
     """Compare with the torch tiles; warn if the results differ."""
     problem = ""
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
             problem = largest_difference(kernels, device, dtype, plan)
     except Exception as error:  # whatever a compiler or a driver may say
         problem = f"{type(error).__name__}: {error}"
@@ -82,7 +83,7 @@ def _agree(kernels: type[BlockKernels], device: torch.device, dtype: torch.dtype
 def largest_difference(kernels: type[BlockKernels], device: torch.device, dtype: torch.dtype, plan: TilePlan) -> str:
     """Compute a small batch with `kernels` and with the torch tiles. Describe the first result that differs, if any does."""
     found, expected = (_results(each, device, dtype, plan.precision) for each in (kernels, DeviceTiles))
-    rounded = dtype == torch.float32 and (plan.precision == "fast" or torch.get_float32_matmul_precision() != "highest")
+    rounded = dtype == torch.float32 and (plan.precision == "fast" or tf32_is_allowed())
     bits = 7 if rounded else {"fast": 6, "exact": 11}[plan.precision]  # 16-bit slopes of "fast" may be rounded either way
     for name, truth in expected.items():
         finite = truth.isfinite()
@@ -94,34 +95,51 @@ def largest_difference(kernels: type[BlockKernels], device: torch.device, dtype:
 
 
 def _results(kind: type[BlockKernels], device: torch.device, dtype: torch.dtype, precision: str) -> dict[str, Tensor]:
-    """All that the kernels give for 150 rows and 280 columns, 150 of which are this rank's own."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    columns = torch.nn.functional.normalize(torch.randn(280, 72, generator=generator, device="cpu")).to(device, dtype)
-    x = torch.roll(columns, 1, 0)[:150].contiguous()
-    ids = torch.randint(40, (280,), generator=generator, device="cpu").to(device)
-    scale = torch.tensor(5.0, device=device)
-    plan = TilePlan(
+    """All that the kernels give for two plans. Plain logits have larger tiles, and features of this width need no mask."""
+    with_ids = TilePlan(
         (LogSumExp(1.5, "other"), LogSumExp(1.0, "all")),
         same_id_sums=True,
         sizes=(280,),
         precision=precision,  # type: ignore[arg-type]
     )
+    plain = TilePlan(sizes=(280,), precision=precision)  # type: ignore[arg-type]
+    results = _results_of_plan(kind, device, dtype, with_ids, width=72)
+    return results | {f"{name} (plain)": each for name, each in _results_of_plan(kind, device, dtype, plain, width=128).items()}
+
+
+def _results_of_plan(
+    kind: type[BlockKernels], device: torch.device, dtype: torch.dtype, plan: TilePlan, width: int
+) -> dict[str, Tensor]:
+    """All that the kernels give for 150 rows and 280 columns, 150 of which are this rank's own."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    numbers = torch.randn(280, width, generator=generator, device="cpu", dtype=torch.float32)
+    columns = torch.nn.functional.normalize(numbers).to(device, dtype)
+    x = torch.roll(columns, 1, 0)[:150].contiguous()
+    ids = torch.randint(40, (280,), generator=generator, device="cpu").to(device) if plan.needs_ids else None
+    scale = torch.tensor(5.0, device=device, dtype=torch.float32)
+
+    def line(start: float, stop: float, size: int) -> Tensor:
+        return torch.linspace(start, stop, size, device=device, dtype=torch.float32)
+
     block = ColumnBlock(columns, ids, 128)
-    kernels = kind(x, scale, ids[128:278], 150, plan)
+    kernels = kind(x, scale, None if ids is None else ids[128:278], 150, plan)
     found = kernels.statistics(block, keep=False)
     assert found.columns is not None and found.diagonal is not None
     results = {"a log-sum-exp of rows": found.rows, "a log-sum-exp of columns": found.columns, "a logit": found.diagonal}
     results["a sum over ranks"] = kernels.join_ranks(torch.stack([found.columns.T, found.columns.T / 2]))
-    plain = kind(x, scale, None, 150, TilePlan(sizes=(280,)))
-    losses = plain.softmax_losses(found.rows[1:2], found.columns[1:2, 128:278], found.diagonal, wants_slopes=True)
-    results["a loss"], results["a slope"], results["a slope of the diagonal"] = losses
+    if not plan.needs_ids:
+        losses = kernels.softmax_losses(found.rows, found.columns[:, 128:278], found.diagonal, wants_slopes=True)
+        results["a loss"], results["a slope"], results["a slope of the diagonal"] = losses
     dx, dy = (each.new_zeros(each.shape, dtype=torch.float32) for each in (x, columns))
-    grads = [torch.linspace(-1, 2, each[:3].numel(), device=device).view(3, -1) for each in (found.rows, found.columns)]
-    grads = [torch.cat([each, each[:1]]) for each in grads]
+    known = len(plan.log_sum_exps) + plan.same_id_sums
+    grads = [line(-1, 2, each[:known].numel()).view(known, -1) for each in (found.rows, found.columns)]
+    diagonal_grads = grads[0][known // 2]
+    if plan.same_id_sums:  # the number of pairs has no gradient
+        grads = [torch.cat([each, each[:1]]) for each in grads]
     by_row, by_column = map(LogsAndGrads, (found.rows, found.columns), grads)
-    kernels.gradients(block, by_row, by_column, grads[0][1], kept=(), dx=dx, accumulate=True, dy=dy)
+    kernels.gradients(block, by_row, by_column, diagonal_grads, kept=(), dx=dx, accumulate=True, dy=dy)
     results |= {"the gradient of x": dx.clone(), "the gradient of y": dy.clone(), "a sum": kernels.sum_of_products(dx)}
-    weights = torch.linspace(0.5, 2, 150, device=device), torch.linspace(0.5, 2, 280, device=device)
+    weights = (line(0.5, 2, 150), line(0.5, 2, 280)) if plan.needs_ids else None
     sigmoid = kernels.sigmoid(block, -scale, weights, masked=False, dx=dx, accumulate=False, dy=dy)
     names = ("the sum of the sigmoid losses", "the gradient of the bias", "the losses of rows", "the losses of columns")
     results |= {name: each for name, each in zip(names, sigmoid, strict=True) if each is not None}

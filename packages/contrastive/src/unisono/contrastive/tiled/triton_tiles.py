@@ -33,7 +33,7 @@ from unisono.contrastive.tiled.block_kernels import (
     SigmoidBlock,
     SoftmaxLosses,
 )
-from unisono.contrastive.tiled.device_tiles import allow_tf32, largest_slope_lift, sigmoid_block
+from unisono.contrastive.tiled.device_tiles import allow_tf32, largest_slope_lift, sigmoid_block, tf32_is_allowed
 from unisono.contrastive.tiled.tiles import ColumnBlock, TilePlan, spans, statistics_dtype
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -301,7 +301,7 @@ def _number_or_tensor(scalar: Tensor, x: Tensor, times: float) -> tuple[Tensor |
 def _dot_options(x: Tensor, blocks: Blocks) -> dict[str, Any]:
     return {
         "even": x.shape[1] % blocks.width == 0,
-        "float32_dot": "tf32" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee",
+        "float32_dot": "tf32" if x.dtype == torch.float32 and tf32_is_allowed() else "ieee",
         "block_rows": blocks.rows,
         "block_columns": blocks.columns,
         "block_width": blocks.width,
