@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unisono_models.datasets.registry import Registry
 from unisono_models.gan.config import Condition
+from unisono_models.training.to_device import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ class ImageDataset:
         self, indices: Tensor, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
     ) -> Tensor:
         """Return the images at `indices` as (n, channels, size, size) in [-1, 1]. Default device: that of the pixels."""
-        return self.pixels[indices].to(device or self.pixels.device).to(dtype) / 127.5 - 1
+        return to_device(self.pixels[indices], torch.device(device or self.pixels.device)).to(dtype) / 127.5 - 1
 
     def condition(
         self, indices: Tensor, *, kind: Condition, device: torch.device, dtype: torch.dtype = torch.float32
@@ -89,7 +90,7 @@ class ImageDataset:
         values: Tensor | None = getattr(self, name)
         if values is None:
             raise ValueError(f"ImageDataset.condition: kind={kind!r}, but the images have no {name}")
-        selected = values[indices.to(values.device)].to(device)
+        selected = to_device(values[indices.to(values.device)], device)
         return selected if kind == "class" else selected.to(dtype)
 
 

@@ -12,6 +12,7 @@ from unisono_models.gan.data.images import ImageDataset
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.randomness import derive_seed, normal, uniform
 from unisono_models.training.sampler import StepSampler
+from unisono_models.training.to_device import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,7 @@ class BatchLoader:
         rows = torch.arange(first, first + len(indices), device=device)
         images = self.images.floats(indices, dtype=self.dtype, device=device)
         if self.augment.mirror:
-            draws = uniform(self.seed, "mirror", step, indices.to(device))
+            draws = uniform(self.seed, "mirror", step, to_device(indices, device))
             images = mirror_images(images, draws < self.augment.mirror)
         changes: list[Tensor | None] = [None, None]
         if self.augment.shift or self.augment.colour:
@@ -70,7 +71,7 @@ class BatchLoader:
         return Batch(
             images=images,
             condition=self.images.condition(indices, kind=self.condition, device=device, dtype=self.dtype),
-            ids=None if self._ids is None else self._ids[indices].to(device),
+            ids=None if self._ids is None else to_device(self._ids[indices], device),
             noise=normal(self.seed, "noise", step, rows, (self.noise,)).to(self.dtype),
             sizes=sizes,
             shift=1 + derive_seed(self.seed, "matching", step) % max(1, len(batch_indices) - 1),
