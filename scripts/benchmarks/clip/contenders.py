@@ -200,7 +200,7 @@ CONTENDERS: dict[str, Contender] = {
     # It computes the loss of the whole batch once for each part, and adds the whole gradient of the scale each time.
     OPEN_CLIP_CUT: Contender("CLIP", lambda: OpenClipStep(cut=True), cuts=True, scale=CHECK_ROWS / MICRO_BATCH, logits=4),
     SIGLIP: Contender("sigmoid", lambda: OpenClipStep(sigmoid=True), logits=4),
-    OURS_SIGMOID: Contender("sigmoid", lambda: OurStep(loss="sigmoid"), is_ours=True),
+    OURS_SIGMOID: Contender("sigmoid", lambda: OurStep(kind="sigmoid"), is_ours=True),
 }
 
 
