@@ -146,7 +146,7 @@ def first_use(monkeypatch):
         monkeypatch.setattr(triton_choice, "largest_difference", compare)
         return calls
 
-    monkeypatch.setattr(triton_choice, "_agreed", {})
+    monkeypatch.setattr(triton_choice, "_problems", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.delenv("UNISONO_TRITON", raising=False)
     return set_answer

@@ -209,7 +209,7 @@ class FusedUpdate(GradientConsumer):
         self, optimizer: FusedOptimizer, steps: Sequence[Tensor], parameters: Sequence[Tensor], *, compiled: bool
     ) -> None:
         self.optimizer = optimizer
-        self.is_compiled = compiled and type(optimizer.rule) in _COMPILED_RULES
+        self.is_compiled = compiled
         self.steps = steps
         self.parameters = {k: parameter for k, parameter in enumerate(parameters) if parameter.requires_grad}
         self.weight_decay = optimizer.weight_decay
@@ -234,7 +234,7 @@ class FusedUpdate(GradientConsumer):
 
     @torch.no_grad()
     def take(self, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None = None) -> None:
-        if self.is_compiled and self._take_compiled(shard, gradients, square_sums):
+        if self._take_compiled(shard, gradients, square_sums):
             return
         rule, lr = self.optimizer.rule, self.optimizer.lr
         for part, sums in gradients.blocks():
@@ -255,8 +255,10 @@ class FusedUpdate(GradientConsumer):
                 rule.step(weight, rows[own].to(torch.int64) - first, grads[own], state, lr, squares[own])
 
     def _take_compiled(self, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None) -> bool:
-        """Let a compiled kernel do all of it in one pass over each row, if it can; return whether."""
+        """Let one kernel do all of it in one pass over each row, if it can; return whether."""
         rule = self.optimizer.rule
+        if type(rule) not in _COMPILED_RULES:
+            return False
         step = Step(
             _COMPILED_RULES.index(type(rule)),
             self.optimizer.lr,
@@ -269,7 +271,7 @@ class FusedUpdate(GradientConsumer):
         for _, own, steps in self._split(shard, gradients.rows):
             if isinstance(rule, Adam):
                 step = step._replace(rate=rule.rate(self.optimizer.lr, steps))
-            if not gradients.update(step, shard.weight, states, own, square_sums):
+            if not gradients.update(step, shard.weight, states, own, square_sums, has_library=self.is_compiled):
                 return False
         return True
 

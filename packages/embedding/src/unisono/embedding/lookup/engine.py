@@ -82,7 +82,7 @@ class EngineModule(nn.Module):
 
     @property
     def kernels(self) -> str:
-        """What computes on the rows: "compiled", or "torch" and why: no compiler, a device that is no CPU, 16-bit rows."""
+        """What computes on the rows: "compiled" (CPUs), "triton" (GPUs), or "torch" and why: no compiler, 16-bit rows on CPUs."""
         return self.engine.storage.describe_kernels()
 
     def reset_parameters(self, seed: int | None = None) -> None:

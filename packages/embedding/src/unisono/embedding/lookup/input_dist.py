@@ -111,14 +111,15 @@ class IncomingRequest:
     @cached_property
     def dedup(self) -> Deduplicated:
         """The rows without duplicates, for the backward. The forward finds them while it waits for other ranks."""
-        return deduplicate(self.rows)
+        return deduplicate(self.rows, may_pad=True)
 
     @cached_property
     def bags(self) -> Tensor | None:
         """The bag of each of `rows`."""
         if self.lengths is None:
             return None
-        return torch.arange(self.lengths.numel(), device=self.rows.device).repeat_interleave(self.lengths)
+        numbers = torch.arange(self.lengths.numel(), device=self.rows.device)
+        return numbers.repeat_interleave(self.lengths, output_size=self.rows.numel())
 
 
 def input_dist(

@@ -138,10 +138,14 @@ def _consume_gradients(
         rows = all_gather(dedup.unique, group=as_group(ranks))
         grads = all_gather(sums, group=as_group(ranks))
         bags, weights = None, None
-    dedup = _without_padding(request.dedup if rows is request.rows else deduplicate(rows), shard)
+    dedup = request.dedup if rows is request.rows else deduplicate(rows, may_pad=not copied)
+    dedup = _without_padding_rows(dedup, shard)
+    by_columns = group.columns > 1 and consumer.needs_square_sums()
+    if by_columns:
+        dedup = dedup.without_padding()
     divisors = None if frequencies is None else _sum_numbers(frequencies, dedup)
     gradients = RowGradients(dedup.unique, grads, dedup, bags, weights, divisors, factor, copied)
-    if group.columns > 1 and consumer.needs_square_sums():  # of whole rows, so the chunks of columns communicate
+    if by_columns:  # squares are summed over whole rows, so the chunks of columns communicate
         sums = decayed = grads
         if shard is not None:
             sums = gradients.sums()
@@ -155,15 +159,15 @@ def _consume_gradients(
 
 
 def _sum_numbers(numbers: Tensor, dedup: Deduplicated) -> Tensor:
-    index = torch.arange(len(dedup.unique), device=numbers.device).repeat_interleave(dedup.counts)
-    return torch.zeros_like(dedup.unique).index_add_(0, index, numbers.index_select(0, dedup.order))
+    return torch.zeros_like(dedup.unique).index_add_(0, dedup.ordered_inverse(), numbers.index_select(0, dedup.order))
 
 
-def _without_padding(dedup: Deduplicated, shard: GroupShard | None) -> Deduplicated:
+def _without_padding_rows(dedup: Deduplicated, shard: GroupShard | None) -> Deduplicated:
     """Take out the rows that get no gradient."""
     padding = None if shard is None else shard.padding_rows()
     if padding is None:
         return dedup
+    dedup = dedup.without_padding()
     keep = torch.isin(dedup.unique, padding, invert=True)
     if bool(keep.all()):
         return dedup

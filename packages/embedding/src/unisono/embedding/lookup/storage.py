@@ -17,6 +17,7 @@ from unisono.collectives.checks import validate_across_ranks
 from unisono.collectives.groups import as_group, process_group, resolve_group, small_message_device
 from unisono.embedding.hashing import mix_seed
 from unisono.embedding.lookup import compiled
+from unisono.embedding.lookup.triton_choice import why_not as why_not_triton
 from unisono.embedding.optimizers import FusedOptimizer, Rule, counts_steps, rule_error, state_dtype
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.sharding.layouts import Layout
@@ -157,10 +158,11 @@ class ShardStorage:
     def describe_kernels(self) -> str:
         """Which kernels make the steps of the optimizer."""
         dtype, device = self.options.dtype, self.options.device
+        if device.type != "cpu":
+            problem = why_not_triton(device, dtype)
+            return f"torch: {problem}" if problem else "triton"
         if not self.is_compiled:
             return f"torch: {self.why_not_compiled}"
-        if device.type != "cpu":
-            return f"torch: the tables are on {device}"
         return "compiled" if dtype in (torch.float32, torch.float64) else f"torch: the tables are {dtype}"
 
     def owner_pools(self, number: int, weights: Tensor | None) -> bool:
