@@ -82,7 +82,7 @@ class EngineModule(nn.Module):
 
     @property
     def kernels(self) -> str:
-        """What computes on the rows: "compiled" (CPUs), "triton" (GPUs), or "torch" and why: no compiler, 16-bit rows on CPUs."""
+        """What computes on the rows: "compiled" on CPUs, "triton" on GPUs, or "torch" and why: no compiler, rows of 16 bits."""
         return self.engine.storage.describe_kernels()
 
     def reset_parameters(self, seed: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels compute on the rows of a device: on CUDA where Triton imports, after they have agreed with torch once.
+"""Whether Triton computes on the rows of a device: on CUDA where Triton imports, after its kernels have agreed with torch once.
 
 The first use of a device, a dtype and an optimizer's rule computes a small example, which compiles the kernels and makes the
 host wait. If it differs from what torch's operations give in float64, or if the kernels do not compile, a warning says so, and

@@ -238,9 +238,7 @@ def update_kernel(
             tl.store(state0 + row, mean_squares)
             one = tl.full((), 1.0, dtype)
             scale = _divide(one, _square_root(mean_squares) + _number(eps, dtype)) * _number(rate, dtype)
-        _step(
-            weight, state0, state1, row, columns, width, total, scale, rate, eps, part1, beta2, part2, rule, dtype
-        )
+        _step(weight, state0, state1, row, columns, width, total, scale, rate, eps, part1, beta2, part2, rule, dtype)
         if not is_single:
             for start in range(block_width, width, block_width):
                 more = _gradient(

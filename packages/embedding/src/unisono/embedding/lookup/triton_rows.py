@@ -43,7 +43,7 @@ def deduplicate(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
 
 
 def sum_bags(rows: Tensor, index: Tensor | None, order: Tensor | None, starts: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum rows[index[order[p]]] * weights[order[p]] for the positions p of each bag. Without `order` or `index`: of p itself."""
+    """Sum rows[index[order[p]]] * weights[order[p]] for the positions p of each bag; either of `index` and `order` may be None."""
     out = rows.new_empty((starts.numel(), rows.shape[1]))
     of_positions = index if order is None else order
     assert of_positions is not None
@@ -70,15 +70,14 @@ def update(
 ) -> None:
     """Sum the gradients of each of rows[part] and make the optimizer's step, in place.
 
-    The gradient of rows[k] is the sum of grads[bags[order[p]]] * weights[order[p]] for p from starts[k] to starts[k + 1], divided
-    by divisors[k] and times `factor`; without `order`, it is grads[k]. `count`: how many rows there are, if not all are.
+    The gradient of rows[k] is the sum of grads[bags[order[p]]] * weights[order[p]] for p from starts[k] to starts[k + 1],
+    divided by divisors[k] and times `factor`; without `order`, it is grads[k]. `count`: how many rows there are, if not all are.
     `squares`: the sums of squares of whole rows.
     """
     first, second = [*states, None, None][:2]
     positions = 0 if order is None else order.numel()
-    numbers = [
-        factor, step.weight_decay, -step.rate, step.eps, float(step.columns), 1 - step.betas[0], step.betas[1], 1 - step.betas[1]
-    ]  # fmt: skip
+    beta1, beta2 = step.betas
+    numbers = [factor, step.weight_decay, -step.rate, step.eps, float(step.columns), 1 - beta1, beta2, 1 - beta2]
     chunk_sums = _new_chunk_sums(grads, positions, _dtype(weight))
     _update_op(
         weight, first, second, rows, grads, bags, order, starts, count, weights, divisors, squares, chunk_sums,
