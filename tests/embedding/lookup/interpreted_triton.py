@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.collectives.triton_interpreter import like_a_gpu
-from tests.embedding.lookup.test_compiled import DECAYED, RULES, train, without_library
+from tests.embedding.lookup.test_compiled import DECAYED, train, without_library
 from tests.embedding.test_collection import matches
 from tests.embedding.test_optimizers import compare_fused
 from unisono.embedding import SGD, Adagrad, Adam, EmbeddingCollection, Layout, RowwiseAdagrad, Table
@@ -23,7 +23,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2**-8, 
 @contextmanager
 def on_triton(*, small: bool = True) -> Iterator[None]:
     """Triton computes on CPU tensors; if `small`, with few columns and positions at a time, so that small cases have several."""
-    sizes = {"_PROGRAMS": 5, "_CHUNK": 8, "_NO_CHUNKS": 16, "_WIDEST": 16, "_UNIQUE_BLOCK": 16, "_UNIQUE_COUNTS": 4}
+    sizes = {"_PROGRAMS": 5, "_CHUNK": 8, "_NO_CHUNKS": 16, "_WIDEST": 32, "_UNIQUE_BLOCK": 16, "_UNIQUE_COUNTS": 4}
     with ExitStack() as stack:
         for name, size in sizes.items() if small else ():
             stack.enter_context(mock.patch.object(triton_rows, name, size))
@@ -94,12 +94,10 @@ def test_sum_duplicates_equals_torch():
     numbers, grads, weights = torch.randint(12, (150,)), torch.randn(40, 20), torch.randn(150)
     numbers[20:120] = 5
     for bags, own_weights in ((torch.randint(40, (150,)), weights), (None, None)):
+        given = grads if bags is not None else grads[torch.arange(150) % 40]
         with without_library():
-            expected = sum_duplicates(
-                grads[torch.arange(150) % 40] if bags is None else grads, bags, deduplicate(numbers), own_weights
-            )
+            expected = sum_duplicates(given, bags, deduplicate(numbers), own_weights)
         with on_triton():
-            given = grads[torch.arange(150) % 40] if bags is None else grads
             found = sum_duplicates(given, bags, deduplicate(numbers, may_pad=True), own_weights)
         torch.testing.assert_close(found[: len(expected)], expected, rtol=1e-5, atol=1e-5)
         assert not found[len(expected) :].any()
@@ -121,24 +119,16 @@ def assert_same_training(rule, dtype, plan="row") -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("rule", "dtype"),
-    [
-        *((rule, torch.float64) for rule in (*RULES, *DECAYED)),
-        (RowwiseAdagrad(lr=0.1), torch.float32),
-        (DECAYED[3], torch.float32),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("rule", "dtype"), [(DECAYED[1], torch.float64), (Adam(lr=0.1), torch.float32)], ids=str)
 def test_training_equals_that_of_compiled_kernels(rule, dtype):
-    """Tables with all options, wider than a block, one of them frozen for a while. Without a compiler: torch's operations."""
+    """Tables with all options, one of them frozen for a while. Without a compiler: torch's operations."""
     assert_same_training(rule, dtype)
 
 
 def update_of(dtype: torch.dtype, rule, *, n: int, squares: torch.Tensor | None = None, by_torch: bool = False):
     """Weight and states after a step with weights, divisors and a factor, in which one row has most of the positions."""
     torch.manual_seed(0)
-    weight, grads, weights = (torch.randn(*shape).to(dtype) for shape in ((30, 24), (50, 24), (n,)))
+    weight, grads, weights = (torch.randn(*shape).to(dtype) for shape in ((30, 40), (50, 40), (n,)))
     numbers, bags = torch.randint(30, (n,)), torch.randint(50, (n,))
     numbers[n // 10 :] = 17
     wide = torch.float64 if by_torch else dtype
@@ -151,13 +141,13 @@ def update_of(dtype: torch.dtype, rule, *, n: int, squares: torch.Tensor | None 
         gradients = RowGradients(dedup.unique, grads, dedup, bags, weights, divisors, 0.3)
         ((_, sums),) = gradients.blocks()
         sums += rule.weight_decay * weight[dedup.unique]
-        means = sums.square().mean(1) if squares is None else squares / 60
+        means = sums.square().mean(1) if squares is None else squares[: len(sums)] / 60
         rule.step(weight, dedup.unique, sums, state | {"step": torch.tensor(1)}, rule.lr, means)
     else:
         betas = getattr(rule, "betas", (0.0, 0.0))
         rate = rule.rate(rule.lr, 1) if isinstance(rule, Adam) else rule.lr
         number = [SGD, RowwiseAdagrad, Adagrad, Adam].index(type(rule))
-        step = Step(number, rate, rule.weight_decay, getattr(rule, "eps", 0.0), betas, 24 if squares is None else 60)
+        step = Step(number, rate, rule.weight_decay, getattr(rule, "eps", 0.0), betas, 40 if squares is None else 60)
         dedup = deduplicate(numbers, may_pad=True)
         divisors = torch.nn.functional.pad(divisors, (0, n - len(divisors)), value=1)
         gradients = RowGradients(dedup.unique, grads, dedup, bags, weights, divisors, 0.3)
@@ -172,15 +162,12 @@ def test_update_with_a_row_that_is_hit_often(dtype, rule):
     with on_triton():
         found, again = (update_of(dtype, rule, n=200) for _ in range(2))
         assert all(map(torch.equal, found, again))  # the same bits
-    for number, (a, b) in enumerate(zip(found, update_of(dtype, rule, n=200, by_torch=True), strict=True)):
-        tolerance = TOLERANCES[dtype] if number == 0 else TOLERANCES[dtype if dtype == torch.float64 else torch.float32]
-        assert a.dtype == (dtype if number == 0 else torch.promote_types(dtype, torch.float32))
-        torch.testing.assert_close(
-            a.double(),
-            b,
-            rtol=4 * tolerance if number else tolerance * 1.01,
-            atol=20 * tolerance if number else 4e-6 if dtype != torch.float64 else 1e-13,
-        )
+    weight, *states = found
+    assert weight.dtype == dtype and all(x.dtype == torch.promote_types(dtype, torch.float32) for x in states)
+    true_weight, *true_states = update_of(dtype, rule, n=200, by_torch=True)
+    accuracy = TOLERANCES[torch.float64 if dtype == torch.float64 else torch.float32]
+    torch.testing.assert_close(weight.double(), true_weight, rtol=1.01 * TOLERANCES[dtype], atol=10 * accuracy)
+    torch.testing.assert_close([x.double() for x in states], true_states, rtol=4 * accuracy, atol=20 * accuracy)
 
 
 def test_update_with_given_square_sums():
@@ -188,7 +175,7 @@ def test_update_with_given_square_sums():
     rule = RowwiseAdagrad(lr=0.1)
     with on_triton():
         found = update_of(torch.float32, rule, n=60, squares=squares)
-    for a, b in zip(found, update_of(torch.float32, rule, n=60, squares=squares.double()[:30], by_torch=True), strict=True):
+    for a, b in zip(found, update_of(torch.float32, rule, n=60, squares=squares.double(), by_torch=True), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 

@@ -173,8 +173,8 @@ class RowGradients:
     ) -> bool:
         """Sum the gradients of rows[part] and make an optimizer's step with them, if one kernel can do so; return whether.
 
-        `squares`: the sum of squares of the gradient of each whole row, if `weight` has not all columns. `has_library`: whether all
-        ranks have that of compiled.py.
+        `squares`: the sum of squares of the gradient of each whole row, if `weight` has not all columns.
+        `has_library`: whether all ranks have that of compiled.py.
         """
         grads, dedup = self.grads.contiguous(), self.dedup
         if part.start == part.stop:

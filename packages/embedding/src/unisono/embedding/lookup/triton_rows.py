@@ -27,7 +27,7 @@ _PROGRAMS = 1 << 14  # each takes several rows if there are more of them; a GPU 
 _CHUNK = 256  # positions that are summed first at least, if they belong to one row
 _NO_CHUNKS = 1024  # positions up to which nothing is summed first
 _WIDEST = 1024  # columns that a program holds at once
-_UNIQUE_BLOCK = 2048  # sorted numbers of a program
+_UNIQUE_BLOCK = 1024  # sorted numbers of a program
 _UNIQUE_COUNTS = 1024  # counts of such blocks that a program adds at once
 _COMPILED: dict[str, Any] = {"enable_fp_fusion": False}  # sums and products are rounded as on a CPU
 
@@ -43,7 +43,7 @@ def deduplicate(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
 
 
 def sum_bags(rows: Tensor, index: Tensor | None, order: Tensor | None, starts: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum rows[index[order[p]]] * weights[order[p]] for the positions p of each bag; either of `index` and `order` may be None."""
+    """Sum rows[index[order[p]]] * weights[order[p]] for the positions p of each bag; one of `index` and `order` may be None."""
     out = rows.new_empty((starts.numel(), rows.shape[1]))
     of_positions = index if order is None else order
     assert of_positions is not None
@@ -71,8 +71,8 @@ def update(
     """Sum the gradients of each of rows[part] and make the optimizer's step, in place.
 
     The gradient of rows[k] is the sum of grads[bags[order[p]]] * weights[order[p]] for p from starts[k] to starts[k + 1],
-    divided by divisors[k] and times `factor`; without `order`, it is grads[k]. `count`: how many rows there are, if not all are.
-    `squares`: the sums of squares of whole rows.
+    divided by divisors[k] and times `factor`; without `order`, it is grads[k].
+    `count`: how many rows there are, if not all are. `squares`: the sums of squares of whole rows.
     """
     first, second = [*states, None, None][:2]
     positions = 0 if order is None else order.numel()
@@ -196,9 +196,9 @@ def _update_op(
 def _place_unique_op(ordered: Tensor, counts: Tensor, unique: Tensor, starts: Tensor, count: Tensor) -> None:
     n, blocks = ordered.numel(), counts.numel()
     with on_device_of(ordered):
-        triton_kernels.count_unique_kernel[(blocks,)](ordered, counts, n, block=_UNIQUE_BLOCK)
+        triton_kernels.count_unique_kernel[(blocks,)](ordered, counts, n, block=_UNIQUE_BLOCK, **_COMPILED)
         triton_kernels.place_unique_kernel[(blocks,)](
-            ordered, counts, unique, starts, count, n, blocks, block=_UNIQUE_BLOCK, block_counts=_UNIQUE_COUNTS
+            ordered, counts, unique, starts, count, n, blocks, block=_UNIQUE_BLOCK, block_counts=_UNIQUE_COUNTS, **_COMPILED
         )
 
 
