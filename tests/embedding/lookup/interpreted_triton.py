@@ -22,7 +22,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2**-8, 
 
 @contextmanager
 def on_triton(*, small: bool = True) -> Iterator[None]:
-    """Triton computes on CPU tensors; if `small`, with few columns and positions at a time, so that small cases have several."""
+    """Triton computes on CPU tensors; if `small`, with few columns and positions at a time, so that small cases have more."""
     sizes = {"_PROGRAMS": 5, "_CHUNK": 8, "_NO_CHUNKS": 16, "_WIDEST": 32, "_UNIQUE_BLOCK": 16, "_UNIQUE_COUNTS": 4}
     with ExitStack() as stack:
         for name, size in sizes.items() if small else ():

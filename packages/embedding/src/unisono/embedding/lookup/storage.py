@@ -66,6 +66,8 @@ class GroupShard:
 
     def split(self, rows: Tensor) -> list[tuple[TableShard, slice]]:
         """Say which of the sorted rows belong to each table."""
+        if not len(rows):
+            return [(shard, slice(0, 0)) for shard in self.shards]
         starts = torch.tensor([shard.start for shard in self.shards], device=rows.device, dtype=rows.dtype)
         cuts = [*torch.searchsorted(rows, starts).tolist(), len(rows)]
         return [(shard, slice(cuts[k], cuts[k + 1])) for k, shard in enumerate(self.shards)]
