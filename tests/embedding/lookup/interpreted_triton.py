@@ -44,12 +44,12 @@ def test_deduplicate_equals_torch(dtype, n, limit):
     with on_triton():
         padded = deduplicate(numbers, may_pad=True)
         found = deduplicate(numbers)
-    assert found.count is None
+    assert found.unique_count is None
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found[:4], expected[:4], strict=True))
     assert torch.equal(padded.inverse(), expected.inverse())
     if n:
         last = expected.unique.numel()
-        assert padded.unique.shape == padded.counts.shape == (n,) and int(padded.count) == last
+        assert padded.unique.shape == padded.counts.shape == (n,) and int(padded.unique_count) == last
         assert (padded.unique[last:] == expected.unique[-1]).all() and not padded.counts[last:].any()
 
 

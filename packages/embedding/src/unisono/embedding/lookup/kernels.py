@@ -21,7 +21,7 @@ _BLOCK = 8192  # rows whose sums stay in the cache until they are used
 class Deduplicated(NamedTuple):
     """Numbers without their duplicates: unique[k] stands at the positions order[starts[k] : starts[k] + counts[k]].
 
-    Padded, `unique`, `starts` and `counts` have as many elements as there are positions, of which the first `count` are meant:
+    Padded, `unique`, `starts` and `counts` have as many elements as there are positions, of which the first `unique_count` are meant:
     then the host need not wait for a device to know their shapes. The others repeat the last number, with counts of 0.
     """
 
@@ -29,7 +29,7 @@ class Deduplicated(NamedTuple):
     order: Tensor
     starts: Tensor
     counts: Tensor
-    count: Tensor | None = None  # (1,), on the device; None: there is no padding
+    unique_count: Tensor | None = None  # (1,), on the device; None: there is no padding
 
     def inverse(self) -> Tensor:
         """For each position, the index of its number in `unique`."""
@@ -42,9 +42,9 @@ class Deduplicated(NamedTuple):
 
     def without_padding(self) -> "Deduplicated":
         """If there is padding, the host waits for the device."""
-        if self.count is None:
+        if self.unique_count is None:
             return self
-        count = int(self.count)
+        count = int(self.unique_count)
         return Deduplicated(self.unique[:count], self.order, self.starts[:count], self.counts[:count])
 
 
@@ -137,7 +137,7 @@ class RowGradients:
         There is one block even if there are no rows: an empty gradient is a gradient, too. Padding goes first, for which the
         host waits.
         """
-        if self.dedup is not None and self.dedup.count is not None:
+        if self.dedup is not None and self.dedup.unique_count is not None:
             self.dedup = self.dedup.without_padding()
             self.rows = self.dedup.unique
             self.divisors = None if self.divisors is None else self.divisors[: self.rows.numel()]

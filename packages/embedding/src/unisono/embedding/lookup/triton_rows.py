@@ -234,8 +234,8 @@ def _update_bytes(
     out: None,
 ) -> int:
     bags, order, starts, count, weights, divisors, squares, chunk_sums, first_row, last_row = args[:10]
-    changed = sum(_bytes(t) // len(weight) for t in (weight, state0, state1) if t is not None) * (last_row - first_row)
-    read = (last_row - first_row if order is None else order.numel()) * grads.shape[1] * grads.element_size()
+    changed: int = sum(_bytes(t) // len(weight) for t in (weight, state0, state1) if t is not None) * (last_row - first_row)
+    read: int = (last_row - first_row if order is None else order.numel()) * grads.shape[1] * grads.element_size()
     tensors = (rows, bags, order, starts, count, weights, divisors, squares, chunk_sums, chunk_sums)
     return 2 * changed + read + _bytes(*tensors)
 
