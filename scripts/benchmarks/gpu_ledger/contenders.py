@@ -50,7 +50,7 @@ class Contender(NamedTuple):
     """`make` builds the job inside the simulation."""
 
     make: Callable[..., Step]
-    triton: bool = True  # whether the losses may take their Triton kernels
+    triton: bool = True  # whether losses and tables may take their Triton kernels
     data: Callable[[Size], Any] | None = None  # makes real data before the simulation, in which integers keep their values
 
 

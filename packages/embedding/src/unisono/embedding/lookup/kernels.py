@@ -21,8 +21,8 @@ _BLOCK = 8192  # rows whose sums stay in the cache until they are used
 class Deduplicated(NamedTuple):
     """Numbers without their duplicates: unique[k] stands at the positions order[starts[k] : starts[k] + counts[k]].
 
-    Padded, `unique`, `starts` and `counts` have as many elements as there are positions, of which the first `unique_count` are meant:
-    then the host need not wait for a device to know their shapes. The others repeat the last number, with counts of 0.
+    Padded, `unique`, `starts` and `counts` have as many elements as there are positions, and the first `unique_count` of them
+    are meant: the host need not wait for a device to know their shapes. The others repeat the last number, with counts of 0.
     """
 
     unique: Tensor
