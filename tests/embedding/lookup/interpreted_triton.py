@@ -80,6 +80,14 @@ def test_sum_bags_equals_torch(dtype, index_dtype, width):
         torch.testing.assert_close(found.double(), expected, rtol=TOLERANCES[dtype], atol=20 * TOLERANCES[dtype])
 
 
+def test_bags_that_end_anywhere_in_a_chunk():
+    rows, index = torch.arange(64.0)[:, None], torch.arange(64)
+    with on_triton():
+        for end in range(23, 34):  # a chunk has 8 positions
+            found = sum_bags(rows, index, torch.tensor([0, end]))
+            assert torch.equal(found, torch.stack([rows[:end].sum(0), rows[end:].sum(0)])), end
+
+
 def test_sums_of_nothing():
     index, starts = torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
     with on_triton():
