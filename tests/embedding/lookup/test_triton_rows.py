@@ -33,13 +33,13 @@ def launch_all(dtype: torch.dtype, width: int, rule: int) -> None:
     n = 5000
     numbers, bags = torch.zeros(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int64)
     weight, weights, wide = torch.zeros(9, width, dtype=dtype), torch.zeros(n), torch.promote_types(dtype, torch.float32)
-    unique, order, starts, counts, count = triton_rows.deduplicate(numbers)
+    unique, order, starts, count = triton_rows.deduplicate(numbers)
     triton_rows.sum_bags(weight, bags, order, starts, weights)
     triton_rows.sum_bags(weight, numbers, None, starts, None)
     states = [torch.zeros(9, *([] if rule == triton_kernels.ROWWISE_ADAGRAD else [width]), dtype=wide) for _ in "01"]
     step = Step(rule, 0.1, 0.01, 1e-8, (0.9, 0.99), width)
     of_positions = {"bags": bags, "order": order, "starts": starts, "count": count}
-    triton_rows.update(step, weight, states, unique, slice(0, n), weight, **of_positions, weights=weights, divisors=counts)
+    triton_rows.update(step, weight, states, unique, slice(0, n), weight, **of_positions, weights=weights, divisors=starts)
     if rule in (triton_kernels.SGD, triton_kernels.ROWWISE_ADAGRAD):  # what may be missing; no kernel reads what is None
         states = states[:rule]
         step = step._replace(weight_decay=0.0)

@@ -7,7 +7,6 @@ the same results.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +17,8 @@ from unisono.embedding.lookup.triton_choice import triton_rows
 _BLOCK = 8192  # rows whose sums stay in the cache until they are used
 
 
-class Deduplicated(NamedTuple):
+@dataclass
+class Deduplicated:
     """Numbers without their duplicates: unique[k] stands at the positions order[starts[k] : starts[k] + counts[k]].
 
     Padded, `unique`, `starts` and `counts` have as many elements as there are positions, and the first `unique_count` of them
@@ -28,24 +28,77 @@ class Deduplicated(NamedTuple):
     unique: Tensor
     order: Tensor
     starts: Tensor
-    counts: Tensor
+    given_counts: Tensor | None = None
+    given_inverse: Tensor | None = None
     unique_count: Tensor | None = None  # (1,), on the device; None: there is no padding
 
+    @property
+    def counts(self) -> Tensor:
+        if self.given_counts is None:
+            self.given_counts = self.starts.diff(append=self.starts.new_full((1,), self.order.numel()))
+        return self.given_counts
+
+    @property
     def inverse(self) -> Tensor:
         """For each position, the index of its number in `unique`."""
-        return torch.empty_like(self.order).scatter_(0, self.order, self.ordered_inverse())
-
-    def ordered_inverse(self) -> Tensor:
-        """For each position in the order of `order`, the index of its number in `unique`."""
-        numbers = torch.arange(self.unique.numel(), device=self.unique.device)
-        return numbers.repeat_interleave(self.counts, output_size=self.order.numel())
+        if self.given_inverse is None:
+            indices = torch.repeat_interleave(self.counts, output_size=self.order.numel())
+            self.given_inverse = torch.empty_like(self.order).scatter_(0, self.order, indices)
+        return self.given_inverse
 
     def without_padding(self) -> "Deduplicated":
         """If there is padding, the host waits for the device."""
         if self.unique_count is None:
             return self
         count = int(self.unique_count)
-        return Deduplicated(self.unique[:count], self.order, self.starts[:count], self.counts[:count])
+        return Deduplicated(self.unique[:count], self.order, self.starts[:count])
+
+
+def is_on_host(device: torch.device) -> bool:
+    """Whether the host reads numbers without a wait."""
+    return device.type == "cpu"
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a small CPU tensor without a wait: an accelerator reads pinned memory, which torch keeps until it was read."""
+    if device.type in ("cpu", "meta"):
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+class Deduplicating:
+    """Brings equal numbers together by one sort. `finish` makes them unique once the host knows how many there are.
+
+    So the host of a GPU can read that number together with others. On a CPU it is known at once.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.done: Deduplicated | None = None
+        if is_on_host(numbers.device):
+            self.done = deduplicate(numbers)
+            return
+        self.ordered, self.order = numbers.sort(stable=True)
+        first = torch.ones_like(self.ordered, dtype=torch.bool)
+        torch.ne(self.ordered[1:], self.ordered[:-1], out=first[1:])
+        self.before = self.order.new_zeros(numbers.numel() + 1)  # [p]: how many different numbers stand before position p
+        torch.cumsum(first, 0, out=self.before[1:])
+
+    def cuts(self, edges: Sequence[int]) -> Tensor:
+        """How many different numbers are below each of the edges."""
+        if self.done is not None:
+            return torch.searchsorted(self.done.unique, torch.tensor(edges, dtype=self.done.unique.dtype))
+        own = to_device(torch.tensor(edges, dtype=self.ordered.dtype), self.ordered.device)
+        return self.before.index_select(0, torch.searchsorted(self.ordered, own))
+
+    def finish(self, count: int) -> Deduplicated:
+        """`count`: how many different numbers there are."""
+        if self.done is None:
+            index = self.before[1:] - 1
+            unique = self.ordered.new_empty(count).scatter_(0, index, self.ordered)
+            starts = torch.searchsorted(index, torch.arange(count, device=index.device))
+            inverse = torch.empty_like(self.order).scatter_(0, self.order, index)
+            self.done = Deduplicated(unique, self.order, starts, given_inverse=inverse)
+        return self.done
 
 
 def deduplicate(numbers: Tensor, *, may_pad: bool = False) -> Deduplicated:
@@ -57,21 +110,19 @@ def deduplicate(numbers: Tensor, *, may_pad: bool = False) -> Deduplicated:
         return Deduplicated(*found)
     if not numbers.numel():
         empty = numbers.new_empty(0, dtype=torch.int64)
-        return Deduplicated(numbers, empty, empty, empty)
+        return Deduplicated(numbers, empty, empty)
     if triton := triton_rows(numbers, dtype=torch.float32):
-        padded = Deduplicated(*triton.deduplicate(numbers))
+        unique, order, starts, count = triton.deduplicate(numbers)
+        padded = Deduplicated(unique, order, starts, unique_count=count)
         return padded if may_pad else padded.without_padding()
     ordered, order = numbers.sort(stable=True)
     unique, counts = torch.unique_consecutive(ordered, return_counts=True)
     return Deduplicated(unique, order, counts.cumsum(0) - counts, counts)
 
 
-def are_valid(features: Sequence[tuple[Tensor, Tensor, int]]) -> bool:
-    """Whether all ids and offsets are known to be valid; False: find out by torch's operations.
-
-    features: (ids, offsets, rows of the table), all int32 or int64.
-    """
-    return compiled.handles(*(x for ids, offsets, _ in features for x in (ids, offsets))) and compiled.are_valid(features)
+def number_bags(lengths: Tensor, ids: int) -> Tensor:
+    """The bag of each of `ids` ids, which have bags of these lengths."""
+    return torch.repeat_interleave(lengths.to(torch.int64), output_size=ids)
 
 
 def sum_bags(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None = None, *, copied: bool = False) -> Tensor:
@@ -219,7 +270,9 @@ class RowGradients:
         if self.copied or not weight.numel():
             return False
         numbers = (self.weights, self.divisors, squares)
-        _, order, starts, _, count = self.dedup or (None,) * 5
+        order, starts, count = (
+            (None, None, None) if self.dedup is None else (self.dedup.order, self.dedup.starts, self.dedup.unique_count)
+        )
         triton = triton_rows(
             weight, *states, self.rows, grads, *numbers, self.bags, order, starts, count, dtype=weight.dtype, rule=step.rule
         )

@@ -159,7 +159,8 @@ def _consume_gradients(
 
 
 def _sum_numbers(numbers: Tensor, dedup: Deduplicated) -> Tensor:
-    return torch.zeros_like(dedup.unique).index_add_(0, dedup.ordered_inverse(), numbers.index_select(0, dedup.order))
+    index = torch.repeat_interleave(dedup.counts, output_size=dedup.order.numel())
+    return torch.zeros_like(dedup.unique).index_add_(0, index, numbers.index_select(0, dedup.order))
 
 
 def _without_padding_rows(dedup: Deduplicated, shard: GroupShard | None) -> Deduplicated:

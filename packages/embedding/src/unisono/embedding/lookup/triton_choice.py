@@ -75,7 +75,7 @@ def largest_difference(device: torch.device, dtype: torch.dtype, rule: int | Non
     numbers = torch.where(torch.arange(n, device="cpu") % 3 > 0, 60, numbers).to(device)  # one of them has several chunks
     bags = torch.randint(70, (n,), generator=generator, device="cpu").to(device)
     grads, weights, weight = draw(70, width), draw(n), draw(120, width)
-    unique, order, starts, _, count = triton.deduplicate(numbers)
+    unique, order, starts, count = triton.deduplicate(numbers)
     expected, sizes = torch.unique(numbers, return_counts=True)
     found = int(count)
     if not (torch.equal(unique[:found], expected) and torch.equal(starts[:found], sizes.cumsum(0) - sizes)):

@@ -288,5 +288,4 @@ def place_unique_kernel(ordered, counts, unique, starts, count, n, blocks, block
     tl.store(unique + position, tl.load(ordered + n - 1), mask=behind)
     tl.store(starts + position, n, mask=behind)
     if number == 0:
-        tl.store(starts + n, n)
         tl.store(count, total)

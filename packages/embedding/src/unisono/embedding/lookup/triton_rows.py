@@ -32,14 +32,14 @@ _UNIQUE_COUNTS = 1024  # counts of such blocks that a program adds at once
 _COMPILED: dict[str, Any] = {"enable_fp_fusion": False}  # sums and products are rounded as on a CPU
 
 
-def deduplicate(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of kernels.Deduplicated, padded. There must be at least one number."""
+def deduplicate(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`unique`, `order`, `starts` and `unique_count` of kernels.Deduplicated, padded. There must be at least one number."""
     n = numbers.numel()
     ordered, order = numbers.sort(stable=True)
     unique = torch.empty_like(ordered)
-    starts, counts, count = (order.new_empty(size) for size in (n + 1, triton.cdiv(n, _UNIQUE_BLOCK), 1))
+    starts, counts, count = (order.new_empty(size) for size in (n, triton.cdiv(n, _UNIQUE_BLOCK), 1))
     _place_unique_op(ordered, counts, unique, starts, count)
-    return unique, order, starts[:-1], starts.diff(), count
+    return unique, order, starts, count
 
 
 def sum_bags(rows: Tensor, index: Tensor | None, order: Tensor | None, starts: Tensor, weights: Tensor | None) -> Tensor:
