@@ -28,13 +28,11 @@ class _OneTableModule(EngineModule, ShardedTable):
         function = type(self).__name__
         device = torch.empty(0, device=options.pop("device")).device  # with its index
         dtype = options.pop("dtype") or torch.get_default_dtype()
-        if options["sparse"] and optimizer is not None:
-            raise ValueError(f"{function}: sparse=True is about gradients, but a fused optimizer leaves none")
         shared = LookupOptions(function, dtype=dtype, device=device, **options)
         engine = LookupEngine([table], [as_layout(plan, function)], shared, optimizer, group)
         ShardedTable.__init__(self, table, engine.storage.layouts[0], engine.storage.ranks, plain=options["sparse"])
         self.engine = engine
-        engine.storage.attach([self])
+        engine.attach([self])
         self.reset_parameters()
 
     @property
@@ -111,6 +109,7 @@ class ShardedEmbedding(_OneTableModule):
         optimizer: Rule | None = None,
         grad_reduce: GradReduce = "mean",
         wire_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
         initialize: Initialize = draw_normal,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -127,7 +126,14 @@ class ShardedEmbedding(_OneTableModule):
             scale_grad_by_freq=scale_grad_by_freq,
             initialize=initialize,
         )
-        options = {"grad_reduce": grad_reduce, "sparse": sparse, "wire_dtype": wire_dtype, "device": device, "dtype": dtype}
+        options = {
+            "grad_reduce": grad_reduce,
+            "sparse": sparse,
+            "wire_dtype": wire_dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "device": device,
+            "dtype": dtype,
+        }
         super().__init__(table, plan, options, optimizer, group)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -179,6 +185,7 @@ class ShardedEmbeddingBag(_OneTableModule):
         optimizer: Rule | None = None,
         grad_reduce: GradReduce = "mean",
         wire_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
         initialize: Initialize = draw_normal,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -197,7 +204,14 @@ class ShardedEmbeddingBag(_OneTableModule):
             scale_grad_by_freq=scale_grad_by_freq,
             initialize=initialize,
         )
-        options = {"grad_reduce": grad_reduce, "sparse": sparse, "wire_dtype": wire_dtype, "device": device, "dtype": dtype}
+        options = {
+            "grad_reduce": grad_reduce,
+            "sparse": sparse,
+            "wire_dtype": wire_dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "device": device,
+            "dtype": dtype,
+        }
         super().__init__(table, plan, options, optimizer, group)
         self.include_last_offset = include_last_offset
 

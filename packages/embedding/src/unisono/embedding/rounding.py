@@ -1,0 +1,41 @@
+"""How the sum of a 16-bit row and its change becomes 16 bits again: to the nearest number, or at random with the right mean."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unisono.embedding.hashing import draw_bits, mix_seed
+
+_BITS = 24  # of a random number: as many as a float32 holds
+_TINY = 2.0**-100  # numbers below are rounded to multiples of its spacing: finer ones would be denormal in float32
+
+
+class Round(Protocol):
+    """Rounds float32 numbers (rows, columns) to `dtype`. `rows`: which rows of a shard they are."""
+
+    def __call__(self, x: Tensor, dtype: torch.dtype, rows: Tensor) -> Tensor: ...
+
+
+def round_to_nearest(x: Tensor, dtype: torch.dtype, rows: Tensor) -> Tensor:
+    return x.to(dtype)
+
+
+def round_stochastically(
+    x: Tensor, dtype: torch.dtype, rows: Tensor, *, seed: int, step: int, first_row: int, first_column: int, dim: int
+) -> Tensor:
+    """Round up or down, with probabilities that make the mean `x`. So updates far below the spacing of `dtype` add up.
+
+    The random bits are a function of the seed, the step, and the row and column in the whole table, which has `dim` columns:
+    rank, layout and other rows do not matter. `first_row`, `first_column`: where the shard begins.
+    """
+    info = torch.finfo(dtype)
+    columns = torch.arange(first_column, first_column + x.shape[1], device=x.device)
+    bits = draw_bits(mix_seed(seed, step), ((rows + first_row) * dim)[:, None] + columns)
+    uniform = (bits >> 64 - _BITS).bitwise_and_(2**_BITS - 1).to(torch.float32).mul_(2.0**-_BITS)  # in [0, 1)
+    powers = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # of two: each number without its mantissa
+    spacing = powers.clamp_(min=max(info.smallest_normal, _TINY)).mul_(info.eps)
+    scaled = x / spacing  # exact, and so is all that follows
+    lower = scaled.floor()
+    rounded = lower.add_(uniform < scaled - lower).mul_(spacing)
+    return torch.where(x.abs() <= info.max, rounded, x).to(dtype)  # what is infinite, NaN or too large stays so
