@@ -80,10 +80,11 @@ class ShardedEmbedding(_OneTableModule):
     Args:
         plan: "row", "column", "table", "replicated", or a Layout, which can also say on which ranks.
         padding_idx, max_norm, norm_type, scale_grad_by_freq: As in torch.nn.Embedding; frequencies count the ids of all ranks.
-        sparse: The gradient is sparse, for torch.optim.SparseAdam and SGD; `weight` is then this rank's shard.
-        optimizer: SGD, RowwiseAdagrad, Adagrad or Adam of this package, applied during the backward.
+        sparse: The gradient is sparse, for `optimizer.step()`, torch.optim.SparseAdam and SGD; `weight` is this rank's shard.
+        optimizer: SGD, RowwiseAdagrad, Adagrad or Adam of this package, applied during the backward, unless sparse=True.
         grad_reduce: "mean" divides the gradient by the number of ranks, right beside DDP and FSDP; "sum" does not.
         wire_dtype: torch.bfloat16 or torch.float16 halves the bytes that travel.
+        stochastic_rounding: The optimizer's steps round 16-bit rows at random with the right mean: see EmbeddingCollection.
         initialize: Fills first rows in place, given the rows and a generator.
 
     Backward: each row gets the sum over all ranks of the gradients of its look-ups, divided by the number of ranks if

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from unisono.embedding.hashing import draw_bits, mix_seed
 
-_BITS = 24  # of a random number: as many as a float32 holds
+_LANES = 4  # columns that share a hash of 64 bits: 16 are as many as bfloat16 drops of a float32, and float16 drops fewer
 _TINY = 2.0**-100  # numbers below are rounded to multiples of its spacing: finer ones would be denormal in float32
 
 
@@ -30,9 +30,11 @@ def round_stochastically(
     rank, layout and other rows do not matter. `first_row`, `first_column`: where the shard begins.
     """
     info = torch.finfo(dtype)
-    columns = torch.arange(first_column, first_column + x.shape[1], device=x.device)
-    bits = draw_bits(mix_seed(seed, step), ((rows + first_row) * dim)[:, None] + columns)
-    uniform = (bits >> 64 - _BITS).bitwise_and_(2**_BITS - 1).to(torch.float32).mul_(2.0**-_BITS)  # in [0, 1)
+    hashes = torch.arange(first_column // _LANES, -(-(first_column + x.shape[1]) // _LANES), device=x.device)
+    hashes_of_row = -(-dim // _LANES)
+    bits = draw_bits(mix_seed(seed, step), ((rows + first_row) * hashes_of_row)[:, None] + hashes).view(torch.int16)
+    own_bits = bits.narrow(1, first_column % _LANES, x.shape[1])
+    uniform = own_bits.to(torch.float32).mul_(2.0**-16).add_(0.5)  # in [0, 1)
     powers = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # of two: each number without its mantissa
     spacing = powers.clamp_(min=max(info.smallest_normal, _TINY)).mul_(info.eps)
     scaled = x / spacing  # exact, and so is all that follows

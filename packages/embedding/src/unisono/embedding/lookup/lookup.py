@@ -1,8 +1,8 @@
 """Step 2 of a look-up: the owner reads the requested rows, or sums bags of them, for all ranks.
 
 One autograd Function serves all table groups. In its backward the owner sums the gradient of each row over all ranks and hands
-it to a GradientConsumer: a fused optimizer updates the row at once, so that no gradient of a whole table exists; without one
-it becomes the gradient of the table's parameter.
+it to a GradientConsumer: the rule of the table changes the row at once, so that no gradient of a whole table exists; or it
+becomes the gradient of the table's parameter, which `apply_gradients` or an optimizer of torch applies later.
 """
 
 from collections.abc import Sequence
@@ -177,9 +177,17 @@ def apply_gradients(storage: ShardStorage) -> None:
     update = RuleUpdate(storage)
     update.count_steps(grads)
     for group, shard in zip(storage.groups, storage.shards, strict=True):  # in one order, since some of it communicates
-        if any(k in grads for k in group.tables):
-            parts = [] if shard is None else [(x.start, grads[x.table]) for x in shard.shards if x.table in grads]
-            _hand_over(update, group, shard, _join_gradients(parts, storage.options), storage.ranks)
+        if not any(k in grads for k in group.tables):
+            continue
+        parts = [] if shard is None else [(x.start, grads[x.table]) for x in shard.shards if x.table in grads]
+        if group.columns > 1 and update.needs_square_sums(group):
+            blocks = [parts]  # one message for all tables
+        elif storage.options.device.type == "cpu":
+            blocks = [[part] for part in parts]  # no copy
+        else:
+            blocks = [parts] if parts else []
+        for block in blocks:
+            _hand_over(update, group, shard, _join_gradients(block, storage.options), storage.ranks)
 
 
 def _join_gradients(parts: Sequence[tuple[int, Tensor]], options: LookupOptions) -> RowGradients:
