@@ -204,7 +204,7 @@ def _join_gradients(parts: Sequence[tuple[int, Tensor]], options: LookupOptions)
 
 
 def _sum_numbers(numbers: Tensor, dedup: Deduplicated) -> Tensor:
-    index = torch.arange(len(dedup.unique), device=numbers.device).repeat_interleave(dedup.counts)
+    index = torch.repeat_interleave(dedup.counts, output_size=dedup.order.numel())
     return torch.zeros_like(dedup.unique).index_add_(0, index, numbers.index_select(0, dedup.order))
 
 

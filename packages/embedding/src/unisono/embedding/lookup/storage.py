@@ -24,6 +24,7 @@ from unisono.embedding.sharding.table_groups import TableGroup, TableShard, grou
 from unisono.embedding.table import Table, draw_weights
 
 if TYPE_CHECKING:
+    from unisono.embedding.lookup.features import FeatureOrder
     from unisono.embedding.table_optimizer import TableOptimizer
 
 GradReduce = Literal["mean", "sum"]
@@ -101,6 +102,7 @@ class ShardStorage:
         self.rule_numbers = [0 if rule is None else self.rules.index(rule) for rule in by_table]  # of the tables
         self.groups = group_tables(self.tables, self.layouts, self.ranks.size, self.rule_numbers)
         self.row_numberings = number_rows(self.groups, self.tables)
+        self.feature_orders: dict[tuple[tuple[str, ...], tuple[bool, ...]], FeatureOrder] = {}  # of lookup/features.py
         self.table_of_feature = {name: k for k, table in enumerate(self.tables) for name in table.features}
         # How many steps the optimizer has made with each table, and the seed of its roundings: the same on all ranks.
         self.steps = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in self.tables]
