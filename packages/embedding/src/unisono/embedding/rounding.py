@@ -8,7 +8,6 @@ from torch import Tensor
 from unisono.embedding.hashing import draw_bits, mix_seed
 
 _LANES = 4  # columns that share a hash of 64 bits: 16 are as many as bfloat16 drops of a float32, and float16 drops fewer
-_TINY = 2.0**-100  # numbers below are rounded to multiples of its spacing: finer ones would be denormal in float32
 
 
 class Round(Protocol):
@@ -34,10 +33,14 @@ def round_stochastically(
     hashes_of_row = -(-dim // _LANES)
     bits = draw_bits(mix_seed(seed, step), ((rows + first_row) * hashes_of_row)[:, None] + hashes).view(torch.int16)
     own_bits = bits.narrow(1, first_column % _LANES, x.shape[1])
-    uniform = own_bits.to(torch.float32).mul_(2.0**-16).add_(0.5)  # in [0, 1)
-    powers = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # of two: each number without its mantissa
-    spacing = powers.clamp_(min=max(info.smallest_normal, _TINY)).mul_(info.eps)
-    scaled = x / spacing  # exact, and so is all that follows
-    lower = scaled.floor()
-    rounded = lower.add_(uniform < scaled - lower).mul_(spacing)
+    if dtype is torch.bfloat16:  # the upper half of a float32: a carry of the lower half rounds up
+        carried = (own_bits.to(torch.int32) & 0xFFFF).add_(x.view(torch.int32))
+        rounded = carried.bitwise_and_(-0x10000).view(torch.float32)
+    else:
+        powers = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # of two: each number without its mantissa
+        spacing = powers.clamp_(min=info.smallest_normal).mul_(info.eps)
+        scaled = x / spacing  # exact, and so is all that follows
+        lower = scaled.floor()
+        uniform = own_bits.to(torch.float32).mul_(2.0**-16).add_(0.5)  # in [0, 1)
+        rounded = lower.add_(uniform < scaled - lower).mul_(spacing)
     return torch.where(x.abs() <= info.max, rounded, x).to(dtype)  # what is infinite, NaN or too large stays so
