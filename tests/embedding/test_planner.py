@@ -189,6 +189,14 @@ def test_plan_is_no_busier_than_simple_ones(world_size):
         assert max(plan.load) <= 1.1 * float(min(by_rows.max(), whole + busy.max()))
 
 
+def test_each_table_takes_the_memory_of_its_own_rule():
+    tables = [Table("a", 1000, 8), Table("b", 500, 16)]
+    plan = plan_tables(tables, 1, optimizer={"a": RowwiseAdagrad(lr=1), "b": Adam(lr=1)})
+    assert [t.memory for t in plan.tables] == [1000 * (8 * 4 + 4), 500 * 16 * 3 * 4]
+    with pytest.raises(ValueError, match="plan_tables: optimizer has no rule for table 'b'"):
+        plan_tables(tables, 1, optimizer={"a": SGD(lr=1)})
+
+
 def test_estimates_of_different_ids():
     assert expect_unique(5, 0) == 0
     assert expect_unique(5, 1) == 1

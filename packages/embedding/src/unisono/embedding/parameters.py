@@ -86,7 +86,7 @@ class ShardedTable(nn.Module):
     """A table as a module. `weight` is a DTensor for row and column layouts. It is this rank's plain tensor for table and
     replicated layouts, with sparse gradients (torch's sparse optimizers know no DTensor), and without a process group.
 
-    With a process group, state_dict always has DTensors: the weight, and beside it the state of a fused optimizer.
+    With a process group, state_dict always has DTensors: the weight, and beside it the state of the optimizer.
     """
 
     weight: nn.Parameter
@@ -98,7 +98,7 @@ class ShardedTable(nn.Module):
         self.ranks = ranks
         self.plain = plain  # `weight` is never a DTensor
         self.states: dict[str, Tensor] = {}
-        self.rule: Rule | None = None  # of a TableOptimizer, whose state is in `states`
+        self.rule: Rule | None = None  # of the optimizer, whose state is in `states`
 
     def __getattr__(self, name: str) -> Any:
         """Find states by their name, too: torch's checkpoint tools look up what state_dict lists."""
@@ -118,10 +118,7 @@ class ShardedTable(nn.Module):
         return shard if shard.ndim == 2 else shard.reshape(self.box.shape)
 
     def attach(self, shard: Tensor, states: Mapping[str, Tensor]) -> None:
-        """Let the parameter and the state be views of `shard` and `states`. An existing parameter stays the same object.
-
-        So does the state of a TableOptimizer, which is no part of the shards.
-        """
+        """Let the parameter and the state be views of `shard` and `states`. An existing parameter stays the same object."""
         fresh = nn.Parameter(self.shape_as(shard))
         if self.ranks.size > 1 and not self.layout.is_replicated:
             mark_as_sharded(fresh, self.ranks)
@@ -132,13 +129,12 @@ class ShardedTable(nn.Module):
             torch.utils.swap_tensors(self.weight, fresh)
         else:
             self.weight = fresh
-        if self.rule is None:
-            self.states = dict(states)
+        self.states = dict(states)
 
-    def reset_states(self, rule: "Rule | None", rows: Tensor | None = None) -> None:
+    def reset_states(self, rows: Tensor | None = None) -> None:
         """Set the optimizer's state of `rows`, or of all rows, of this rank's shard to its initial value."""
-        for name, first in ({} if rule is None else rule.states(self.local[:1])).items():
-            if name in self.states and first.shape[0]:
+        for name, first in ({} if self.rule is None else self.rule.states(self.local[:1])).items():
+            if first.shape[0]:
                 self.states[name][slice(None) if rows is None else rows] = first
 
     def shape_as(self, shard: Tensor) -> Tensor:

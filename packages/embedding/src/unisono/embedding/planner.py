@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group
-from unisono.embedding.optimizers import Rule
+from unisono.embedding.optimizers import Rule, rules_by_table, rules_error
 from unisono.embedding.ragged import Ragged
 from unisono.embedding.sharding.cost import (
     Demand,
@@ -122,7 +122,7 @@ def plan_tables(
     batch_size: int = 1024,
     sample: Mapping[str, Ragged] | None = None,
     memory_per_rank: int | None = None,
-    optimizer: Rule | None = None,
+    optimizer: Rule | Mapping[str, Rule] | None = None,
     dtype: torch.dtype = torch.float32,
     wire_dtype: torch.dtype | None = None,
     group: Group = None,
@@ -142,7 +142,7 @@ def plan_tables(
         memory_per_rank: The bytes that a rank has for weights and the state of `optimizer`; without optimizer, for weights
             and dense gradients (sparse ones need less; the state of an optimizer of torch is not known here). None: no limit;
             memory is still shared out evenly if that costs next to nothing.
-        optimizer: The fused optimizer, whose state takes memory.
+        optimizer: The optimizer of all tables, or a dict with one for each; its state takes memory.
         dtype, wire_dtype: Of the weights, and of rows that travel.
         group: With a sample, if the group has `world_size` ranks, more than one: all of them must call with a sample, and get
             the same plan, made for the mean over their samples. In all other cases nothing is communicated: a laptop can make
@@ -159,6 +159,8 @@ def plan_tables(
     if world_size < 1 or batch_size < 0 or len(set(names)) < len(names):
         given = f"world_size={world_size}, batch_size={batch_size}, tables {names}"
         raise ValueError(f"plan_tables: needs one rank at least, a batch and different names for all tables; got {given}")
+    if error := rules_error(optimizer, names):
+        raise ValueError(f"plan_tables: {error}")
     options = f"world_size={world_size}, {batch_size=}, {memory_per_rank=}, {optimizer=}, {dtype=}, {wire_dtype=}"
     demands = None
     if sample is not None:
@@ -166,8 +168,10 @@ def plan_tables(
         demands = count_demands(tables, sample, batch_size=batch_size, world_size=world_size, same=same, group=group)
     demands = demands or [expect_demand(table, batch_size) for table in tables]
 
-    prices = set_prices(world_size, optimizer=optimizer, dtype=dtype, wire_dtype=wire_dtype)
-    choices = [list_options(table, demand, prices) for table, demand in zip(tables, demands, strict=True)]
+    choices = [
+        list_options(table, demand, set_prices(world_size, optimizer=rule, dtype=dtype, wire_dtype=wire_dtype))
+        for table, demand, rule in zip(tables, demands, rules_by_table(optimizer, names), strict=True)
+    ]
     by_name = sorted(range(len(tables)), key=lambda k: names[k])
     placed = _pack(choices, by_name, world_size, memory_per_rank)
     totals = RankTotals(world_size)

@@ -24,10 +24,12 @@ from unisono.embedding.lookup.lookup import lookup
 from unisono.embedding.lookup.output_dist import Pooling, output_dist, plan_pooling
 from unisono.embedding.lookup.reached import Reached
 from unisono.embedding.lookup.storage import LookupOptions, ShardStorage
-from unisono.embedding.optimizers import FusedOptimizer, Rule
+from unisono.embedding.optimizers import Rule
+from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.ragged import KeyedRagged, Ragged
 from unisono.embedding.sharding.layouts import Layout
 from unisono.embedding.table import Table
+from unisono.embedding.table_optimizer import TableOptimizer
 
 
 class DistributedInput(NamedTuple):
@@ -48,9 +50,20 @@ class LookupEngine:
     """Looks up features in the tables of a ShardStorage. All modules of this package have one."""
 
     def __init__(
-        self, tables: Sequence[Table], layouts: Sequence[Layout], options: LookupOptions, rule: Rule | None, group: Group
+        self,
+        tables: Sequence[Table],
+        layouts: Sequence[Layout],
+        options: LookupOptions,
+        optimizer: Rule | Mapping[str, Rule] | None,
+        group: Group,
     ) -> None:
-        self.storage = ShardStorage(tables, layouts, options, rule, group)
+        self.storage = ShardStorage(tables, layouts, options, optimizer, group)
+
+    def attach(self, modules: Sequence[ShardedTable]) -> None:
+        """Let the modules' parameters be views of the storage, and make their optimizer."""
+        self.storage.attach(modules)
+        if self.storage.rules:
+            self.storage.optimizer = TableOptimizer(self.storage)
 
     def look_up(self, inputs: Batch, error: str = "") -> dict[str, Tensor]:
         """For each feature its pooled rows, or, without mode, a row for each id."""
@@ -89,8 +102,8 @@ class EngineModule(nn.Module):
     engine: LookupEngine
 
     @property
-    def optimizer(self) -> FusedOptimizer | None:
-        """The handle of a fused optimizer: give it to torch.optim.lr_scheduler."""
+    def optimizer(self) -> TableOptimizer | None:
+        """What makes the steps of `optimizer=`: give it to torch.optim.lr_scheduler; with sparse=True, call its step()."""
         return self.engine.storage.optimizer
 
     @property

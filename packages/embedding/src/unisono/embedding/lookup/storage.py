@@ -3,7 +3,7 @@
 import ctypes
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +18,7 @@ from unisono.collectives.groups import as_group, process_group, resolve_group, s
 from unisono.embedding.hashing import mix_seed
 from unisono.embedding.lookup import compiled
 from unisono.embedding.lookup.triton_choice import why_not as why_not_triton
-from unisono.embedding.optimizers import FusedOptimizer, Rule, counts_steps, rule_error, state_dtype
+from unisono.embedding.optimizers import Adam, Rule, rules_by_table, rules_error, state_dtype
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.sharding.layouts import Layout
 from unisono.embedding.sharding.table_groups import TableGroup, TableShard, group_tables, number_rows
@@ -26,6 +26,7 @@ from unisono.embedding.table import Table, draw_weights
 
 if TYPE_CHECKING:
     from unisono.embedding.lookup.features import FeatureOrder
+    from unisono.embedding.table_optimizer import TableOptimizer
 
 GradReduce = Literal["mean", "sum"]
 _PAGE = 2 << 20
@@ -41,6 +42,7 @@ class LookupOptions:
     grad_reduce: GradReduce = "mean"
     sparse: bool = False
     wire_dtype: torch.dtype | None = None
+    stochastic_rounding: bool = False
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")  # noqa: RUF009
 
@@ -52,7 +54,8 @@ class GroupShard:
     group: TableGroup
     number: int  # of the group's shards
     weight: Tensor  # (rows, width)
-    state: dict[str, Tensor] = field(default_factory=dict)  # of a fused optimizer
+    state: dict[str, Tensor] = field(default_factory=dict)
+    first_column: int = 0  # of the whole rows
 
     @property
     def shards(self) -> list[TableShard]:
@@ -80,28 +83,38 @@ class ShardStorage:
     """This rank's shards of all tables, in their layouts."""
 
     def __init__(
-        self, tables: Sequence[Table], layouts: Sequence[Layout], options: LookupOptions, rule: Rule | None, group: Group
+        self,
+        tables: Sequence[Table],
+        layouts: Sequence[Layout],
+        options: LookupOptions,
+        optimizer: Rule | Mapping[str, Rule] | None,
+        group: Group,
     ) -> None:
         self.tables = list(tables)
         self.options = options
-        self.rule = rule
         self.ranks = resolve_group(group)
         self.is_compiled = (
             False  # whether compiled kernels make the optimizer's steps: on all ranks, or copies would drift apart
         )
         self.why_not_compiled = ""
-        self.layouts = self._validate(layouts)
-        self.groups = group_tables(self.tables, self.layouts, self.ranks.size)
+        self.layouts = self._validate(layouts, optimizer)
+        by_table = rules_by_table(optimizer, [table.name for table in self.tables])
+        self.rules: list[Rule] = []  # different ones; empty: there is no optimizer
+        for rule in by_table:
+            self.rules += [rule] if rule is not None and rule not in self.rules else []
+        self.rule_numbers = [0 if rule is None else self.rules.index(rule) for rule in by_table]  # of the tables
+        self.groups = group_tables(self.tables, self.layouts, self.ranks.size, self.rule_numbers)
         self.row_numberings = number_rows(self.groups, self.tables)
         self.feature_orders: dict[tuple[tuple[str, ...], tuple[bool, ...]], FeatureOrder] = {}  # of lookup/features.py
         self.table_of_feature = {name: k for k, table in enumerate(self.tables) for name in table.features}
-        # How many steps a fused optimizer has made with each table: the same on all ranks.
+        # How many steps the optimizer has made with each table, and the seed of its roundings: the same on all ranks.
         self.steps = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in self.tables]
+        self.seeds = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in self.tables]
         self.shards = [self._make_shard(group) for group in self.groups]  # None: this rank holds nothing of the group
         self.modules: list[ShardedTable] = []
-        self.optimizer: FusedOptimizer | None = None
+        self.optimizer: TableOptimizer | None = None
 
-    def _validate(self, layouts: Sequence[Layout]) -> list[Layout]:
+    def _validate(self, layouts: Sequence[Layout], optimizer: Rule | Mapping[str, Rule] | None) -> list[Layout]:
         """Return the layouts with ranks, once all ranks make the same tables and none has a bad argument."""
         options = self.options
         assigned = list(layouts)
@@ -110,14 +123,18 @@ class ShardStorage:
             error = f"grad_reduce={options.grad_reduce!r} is neither 'mean' nor 'sum'"
         if options.wire_dtype not in (None, torch.bfloat16, torch.float16):
             error = f"wire_dtype={options.wire_dtype!r} is none of None, torch.bfloat16, torch.float16"
-        error = rule_error(self.rule) or compiled.switch_error() or error
+        if options.stochastic_rounding and optimizer is None:
+            error = "stochastic_rounding=True is about the steps of `optimizer`, which is None"
+        names = [table.name for table in self.tables]
+        wrong_rules = rules_error(optimizer, names)
+        error = wrong_rules or compiled.switch_error() or error
         try:
             assigned = [layout.assign_ranks(self.ranks.size) for layout in layouts]
         except ValueError as layout_error:
             error = str(layout_error)
         arguments = (
-            f"{self.tables}, {assigned}, {options.grad_reduce}, {options.sparse}, {options.wire_dtype}, {options.dtype}, "
-            f"{self.rule}"
+            f"{self.tables}, {assigned}, {options.grad_reduce}, {options.sparse}, {options.wire_dtype}, "
+            f"{options.stochastic_rounding}, {options.dtype}, {optimizer if wrong_rules else rules_by_table(optimizer, names)}"
         )
         rule = "All ranks must make the same tables with the same plan and options."
         words = f"{options.function}({arguments})"
@@ -144,7 +161,13 @@ class ShardStorage:
         shard, column = place
         shape = (group.heights[shard], group.key.widths[column])
         weight = _empty_rows(shape, dtype=self.options.dtype, device=self.options.device)
-        return GroupShard(group, shard, weight, {} if self.rule is None else self.rule.states(weight))
+        state = self.rules[group.key.rule].states(weight) if self.rules else {}
+        return GroupShard(group, shard, weight, state, first_column=sum(group.key.widths[:column]))
+
+    def counts_steps(self, table: int) -> bool:
+        """Whether the state of a table includes its number of steps."""
+        rounds = self.options.stochastic_rounding
+        return bool(self.rules) and (rounds or isinstance(self.rules[self.rule_numbers[table]], Adam))
 
     def parameters(self) -> list[Tensor]:
         """The weight of each table. Read from the dict of its module, since Module.__getattr__ takes long for many tables."""
@@ -157,8 +180,10 @@ class ShardStorage:
         """What the backward does, as far as it must be the same on all ranks and may change from step to step."""
         frozen = [table.name for table, x in zip(self.tables, self.parameters(), strict=True) if not x.requires_grad]
         words = f"; frozen: {', '.join(frozen)}" if frozen else ""
-        if self.optimizer is not None:
-            words += f"; lr={self.optimizer.lr}, weight_decay={self.optimizer.weight_decay}"
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        for group in groups:
+            which = f" for {', '.join(group['tables'])}" if len(groups) > 1 else ""
+            words += f"; lr={group['lr']}, weight_decay={group['weight_decay']}{which}"
         return words
 
     def describe_kernels(self) -> str:
@@ -191,11 +216,15 @@ class ShardStorage:
         for number, module in enumerate(modules):
             if number not in views:
                 empty = torch.empty((0, module.table.dim), dtype=self.options.dtype, device=self.options.device)
-                views[number] = empty, {} if self.rule is None else self.rule.states(empty)
+                views[number] = empty, self.rules[self.rule_numbers[number]].states(empty) if self.rules else {}
             weight, states = views[number]
-            module.attach(weight, states | ({"step": self.steps[number]} if counts_steps(self.rule) else {}))
-        if self.rule is not None and self.optimizer is None:
-            self.optimizer = FusedOptimizer([module.weight for module in modules], self.rule)
+            module.attach(weight, states | self._counters(number))
+            module.rule = self.rules[self.rule_numbers[number]] if self.rules else None
+
+    def _counters(self, table: int) -> dict[str, Tensor]:
+        """The part of a table's state that has one number for the whole table."""
+        counters = {"step": self.steps[table]} if self.counts_steps(table) else {}
+        return counters | ({"seed": self.seeds[table]} if self.options.stochastic_rounding else {})
 
     def convert(self, change: Callable[[Tensor], Tensor]) -> None:
         """Implement Module.to and similar calls: move whole group shards, then parameters and their gradients."""
@@ -210,8 +239,6 @@ class ShardStorage:
                 shard.weight = weight
                 shard.state = {name: _convert_state(x, weight) for name, x in shard.state.items()}
         self.options = replace(self.options, dtype=probe.dtype, device=probe.device)
-        for module in self.modules:
-            module.rule = None  # a TableOptimizer does not follow: its next step says so
         self.attach(self.modules)
         for module, grad in zip(self.modules, grads, strict=True):
             if grad is not None:
@@ -254,13 +281,14 @@ class ShardStorage:
                 drawn = drawn.to(small_message_device(process_group(self.ranks), None))
                 drawn = broadcast(drawn, root=0, group=as_group(self.ranks))
             seed = int(drawn)
-        for module in self.modules:
+        for number, module in enumerate(self.modules):
             name_hash = int.from_bytes(hashlib.blake2b(module.table.name.encode(), digest_size=7).digest(), "little")
+            own_seed = mix_seed(seed, name_hash)
             if _has_values(module.local):
-                draw_weights(module.table, module.box, module.local, seed=mix_seed(seed, name_hash))
-                module.reset_states(module.rule or self.rule)
-        for steps in (*self.steps, *(module.states["step"] for module in self.modules if "step" in module.states)):
-            steps.zero_()
+                draw_weights(module.table, module.box, module.local, seed=own_seed)
+                module.reset_states()
+            self.steps[number].zero_()
+            self.seeds[number].fill_(own_seed)
 
 
 def _has_values(x: Tensor) -> bool:
