@@ -164,9 +164,8 @@ class EmbeddingCollection(EngineModule):
             raise IndexError(f"reset_rows: rows {int(rows.min())} to {int(rows.max())}: {table!r} has {module.table.rows}")
         box = module.box
         rows = rows.to(torch.int64)  # a box may begin beyond 2^31
-        own = rows[(rows >= box.row) & (rows < box.row_end)].to(module.local.device) - box.row
-        module.local[own] = 0
-        module.reset_states(module.rule or self.engine.storage.rule, own)
+        own = rows[(rows >= box.row) & (rows < box.row_end)] - box.row
+        module.reset_rows(module.rule or self.engine.storage.rule, own)
 
     def copy_rows(self, smaller: "EmbeddingCollection") -> None:
         """Copy the rows of a collection whose tables have as many rows or fewer, with the state of its optimizer.

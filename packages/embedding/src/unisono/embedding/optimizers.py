@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from unisono.embedding.lookup.kernels import RowGradients
     from unisono.embedding.lookup.storage import GroupShard
     from unisono.embedding.parameters import ShardedTable
-    from unisono.embedding.sharding.table_groups import TableShard
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,9 @@ class FusedUpdate(GradientConsumer):
         return isinstance(self.optimizer.rule, RowwiseAdagrad)
 
     def decay(self, shard: GroupShard, rows: Tensor, grads: Tensor) -> Tensor:
-        return grads.add(shard.weight.index_select(0, rows), alpha=self.weight_decay) if self.weight_decay else grads
+        return (
+            grads.add(shard.weight.index_select(0, shard.places(rows)), alpha=self.weight_decay) if self.weight_decay else grads
+        )
 
     @torch.no_grad()
     def take(self, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None = None) -> None:
@@ -247,12 +248,9 @@ class FusedUpdate(GradientConsumer):
                 else:
                     squares = square_sums[part].to(grads.dtype)
                 squares = squares / sum(shard.group.key.widths)
-            for table, own, steps in self._split(shard, rows):
-                first = 0 if table is None else table.start
-                state = shard.state if table is None else {name: shard.view(table, x) for name, x in shard.state.items()}
-                state = state | {"step": torch.tensor(steps, device="cpu")}
-                weight = shard.weight if table is None else shard.view(table)
-                rule.step(weight, rows[own].to(torch.int64) - first, grads[own], state, lr, squares[own])
+            for own, steps in self._split(shard, rows):
+                state = shard.state | {"step": torch.tensor(steps, device="cpu")}
+                rule.step(shard.weight, shard.places(rows[own]).to(torch.int64), grads[own], state, lr, squares[own])
 
     def _take_compiled(self, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None) -> bool:
         """Let a compiled kernel do all of it in one pass over each row, if it can; return whether."""
@@ -266,20 +264,22 @@ class FusedUpdate(GradientConsumer):
             sum(shard.group.key.widths),
         )
         states = list(shard.state.values())
-        for _, own, steps in self._split(shard, gradients.rows):
+        parts = self._split(shard, gradients.rows)
+        gradients = replace(gradients, rows=shard.places(gradients.rows))
+        for own, steps in parts:
             if isinstance(rule, Adam):
                 step = step._replace(rate=rule.rate(self.optimizer.lr, steps))
             if not gradients.update(step, shard.weight, states, own, square_sums):
                 return False
         return True
 
-    def _split(self, shard: GroupShard, rows: Tensor) -> list[tuple[TableShard | None, slice, int]]:
+    def _split(self, shard: GroupShard, rows: Tensor) -> list[tuple[slice, int]]:
         """Which of the sorted rows change, and in which step of their table; those of all tables at once if it is the same."""
         counts = {self.step_counts.get(part.table) for part in shard.shards}
         steps = counts.pop() if len(counts) == 1 else None
         if steps is not None:
-            return [(None, slice(0, len(rows)), steps)]
-        return [(part, own, self.step_counts[part.table]) for part, own in shard.split(rows) if part.table in self.step_counts]
+            return [(slice(0, len(rows)), steps)]
+        return [(own, self.step_counts[part.table]) for part, own in shard.split(rows) if part.table in self.step_counts]
 
     def results(self) -> Sequence[Tensor | None]:
         return (None,)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.embedding.sharding.layouts import Box, Layout, chunk, chunk_size
+from unisono.embedding.sharding.layouts import Box, HostMemory, Layout, chunk, chunk_size
 from unisono.embedding.table import Table
 
 
@@ -28,6 +28,7 @@ class GroupKey(NamedTuple):
     scale_grad_by_freq: bool
     max_norm: float | None
     norm_type: float
+    host_memory: HostMemory | None
 
 
 class TableShard(NamedTuple):
@@ -127,7 +128,7 @@ def _group_key(table: Table, layout: Layout, world_size: int) -> GroupKey:
     else:
         ranks = layout.owners
     pooling = "sum" if table.mode == "mean" else table.mode
-    return GroupKey(widths, ranks, pooling, table.scale_grad_by_freq, table.max_norm, table.norm_type)
+    return GroupKey(widths, ranks, pooling, table.scale_grad_by_freq, table.max_norm, table.norm_type, layout.host_memory)
 
 
 def _add_table(group: TableGroup, number: int, table: Table, layout: Layout) -> None:
