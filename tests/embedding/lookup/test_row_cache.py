@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.embedding.reference import DIM, ROWS, layouts
 from tests.embedding.test_optimizers import RULES, train_sharded, train_whole
-from unisono.collectives import MismatchError, count_bytes, simulate_rank
+from unisono.collectives import MismatchError, simulate_rank
 from unisono.collectives.ledger.fake_values import known_values
 from unisono.embedding import (
     SGD,
@@ -217,7 +219,7 @@ def mapped_files(folder: Path) -> None:
     own.mkdir()
     mapped = make(Layout.row().in_host_memory(cache=2, directory=str(own)), Adam(lr=0.1))
     names = [x for x in Path("/proc/self/maps").read_text().splitlines() if str(own) in x]
-    assert len(names) == 9 and all(x.endswith("(deleted)") for x in names)  # three groups: weight, mean and square
+    assert len(names) == 12 and all(x.endswith("(deleted)") for x in names)  # four groups: weight, mean and square
     assert not list(own.iterdir())
     for a, b in zip(train(plain), train(mapped), strict=True):
         assert torch.equal(a, b)
@@ -225,7 +227,7 @@ def mapped_files(folder: Path) -> None:
     assert_same(entries(plain.float()), entries(mapped.float()))
     assert_same(entries(plain), entries(copy.deepcopy(mapped)))
     bad = "/nowhere" if dist.get_rank() == 1 else str(own)
-    with pytest.raises(MismatchError, match="rank 1.*No such file or directory"):
+    with pytest.raises(MismatchError, match=r"rank 1.*No such file or directory"):
         make(Layout.row().in_host_memory(directory=bad), Adam(lr=0.1))
 
 
@@ -358,3 +360,62 @@ def test_a_cache_that_grew_in_inference_mode_can_be_trained():
     before.sum().backward()
     assert module.cache_stats()["weight"].slots == 20
     torch.testing.assert_close(module.full_weight(), before.detach() - 0.1)
+
+
+def test_a_frozen_table_stays_in_the_cache_beside_one_that_is_trained():
+    tables = [Table("frozen", 20, 3), Table("trained", 20, 3)]
+    module = EmbeddingCollection(tables, plan={"frozen": Layout.table().in_host_memory(9), "trained": Layout.table()})
+    module.weight("frozen").requires_grad_(False)
+    for _ in range(2):
+        sum(x.sum() for x in module({"frozen": torch.arange(5), "trained": torch.arange(5)}).values()).backward()
+    assert module.cache_stats()["frozen"][1:4] == (5, 5, 5)
+    assert list(module.cache_stats()) == ["frozen"]
+    assert module.weight("trained").grad is not None and module.weight("frozen").grad is None
+
+
+# A GPU that is not there
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes that are copied between host and device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_device = self.to_host = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.device.type != args[0].device.type:
+            if out.device.type == "cuda":
+                self.to_device += out.nbytes
+            else:
+                self.to_host += out.nbytes
+        return out
+
+
+def steps_on_a_gpu(layout: Layout, batches: list[list[int]]) -> list[tuple[list[str], int, int]]:
+    """For each step on a simulated GPU: what the host waits for, and the bytes that go to the device and to the host."""
+    found = []
+    with simulate_rank(1) as ledger, known_values(ledger):
+        tables = [Table("a", 1000, 16), Table("b", 1000, 16)]
+        module = EmbeddingCollection(tables, plan=layout, optimizer=RowwiseAdagrad(lr=0.1), device="cuda")
+        for batch in batches:
+            ids = {name: torch.tensor(batch, device="cuda") for name in "ab"}
+            ledger.reset()
+            with Copies() as copies:
+                sum(x.sum() for x in module(ids).values()).backward()
+            found.append(([sync.op for sync in ledger.host_syncs], copies.to_device, copies.to_host))
+        assert layout.host_memory is None or module.weight("a").device.type == "cpu"
+        assert module.engine.storage.shards[0].weight.device.type == "cuda"
+    return found
+
+
+def test_a_step_on_a_gpu_waits_twice_at_most_and_copies_only_what_is_missing():
+    batches = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 5, 6], [3, 4, 7, 8]]
+    without = steps_on_a_gpu(Layout.table(), batches)
+    found = steps_on_a_gpu(Layout.table().in_host_memory(cache=6), batches)
+    row, number = 4 * 16 + 4, 8  # the bytes of a row with its state, and of a row number
+    expected = [(new * row, new * number + out * (number + row)) for new, out in [(8, 0), (0, 0), (4, 0), (4, 4)]]
+    for (waits, *bytes_copied), (waits_before, *bytes_before), bytes_more in zip(found, without, expected, strict=True):
+        assert Counter(waits) - Counter(waits_before) == Counter(["masked_select", *["copy to the CPU"] * (bytes_more[0] > 0)])
+        assert tuple(a - b for a, b in zip(bytes_copied, bytes_before, strict=True)) == bytes_more

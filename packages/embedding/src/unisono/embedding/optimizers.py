@@ -290,7 +290,7 @@ class ParameterGradients(GradientConsumer):
 
     def __init__(self, modules: Sequence[ShardedTable], sparse: bool) -> None:
         self.modules = modules
-        self.wanted = [module.weight.requires_grad for module in modules]  # a frozen table costs nothing
+        self.wanted = [module.is_trained for module in modules]  # a frozen table costs nothing
         self.sparse = sparse
         self.reached: Collection[int] = ()
         self.parts: dict[int, list[tuple[Tensor, Tensor, torch.Size]]] = {}

@@ -119,6 +119,11 @@ class ShardedTable(nn.Module):
         return self.layout.box(rank=self.ranks.rank, rows=self.table.rows, dim=self.table.dim)
 
     @property
+    def is_trained(self) -> bool:
+        """Whether the weight requires a gradient. To ask the weight itself would empty a cache."""
+        return self._parameters["weight"].requires_grad  # type: ignore[union-attr]
+
+    @property
     def local(self) -> Tensor:
         """This rank's shard, without gradient. Changes to it are changes of the table."""
         if self.cache is not None:

@@ -95,7 +95,7 @@ class RowCache:
         self._clock += 1
         slots = self.places(rows)
         self._last_used.index_fill_(0, slots.to(torch.int64).add_(1), self._clock)
-        missing = rows[slots == _EMPTY].to(torch.int64)
+        missing = rows.masked_select(slots == _EMPTY).to(torch.int64)
         count = missing.numel()
         self.hits += needed - count
         self.misses += count
@@ -161,7 +161,7 @@ class RowCache:
         """Forget some rows without writing them back, since the store gets new values for them."""
         rows = rows.to(self.device, torch.int64).unique()
         slots = self.places(rows)
-        slots = slots[slots != _EMPTY].to(torch.int64)
+        slots = slots.masked_select(slots != _EMPTY).to(torch.int64)
         self._slot_of.index_fill_(0, rows, _EMPTY)
         self._row_of.index_fill_(0, slots, self.row_count)
         self._last_used.index_fill_(0, slots + 1, 0)
