@@ -32,7 +32,8 @@ class EmbeddingCollection(EngineModule):
         optimizer: SGD, RowwiseAdagrad, Adagrad or Adam of this package, applied during the backward, so that no gradient of
             a whole table ever exists. None: the parameters get gradients.
         sparse: Without optimizer: gradients are sparse, for torch.optim.SparseAdam and SGD.
-        batch_size, sample, memory_per_rank: For plan="auto": bags of a rank in a step; a batch to count in; bytes.
+        batch_size, sample, memory_per_rank, host_memory_per_rank: For plan="auto": bags of a rank in a step; a batch to count
+            in; bytes on the device; bytes in host memory for tables that do not fit on the device.
         grad_reduce: "mean" divides gradients by the number of ranks, right beside DDP and FSDP; "sum" does not.
         wire_dtype: torch.bfloat16 or torch.float16 halves the bytes that travel.
 
@@ -66,6 +67,7 @@ class EmbeddingCollection(EngineModule):
         batch_size: int = 1024,
         sample: Features | None = None,
         memory_per_rank: int | None = None,
+        host_memory_per_rank: int | None = None,
         grad_reduce: GradReduce = "mean",
         wire_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -94,6 +96,7 @@ class EmbeddingCollection(EngineModule):
                 batch_size=batch_size,
                 sample=None if sample is None else {name: as_ragged(x) for name, x in sample.items()},
                 memory_per_rank=memory_per_rank,
+                host_memory_per_rank=host_memory_per_rank,
                 optimizer=None if rule_error(optimizer) else optimizer,  # the storage will raise, on all ranks
                 dtype=dtype,
                 wire_dtype=wire_dtype,
