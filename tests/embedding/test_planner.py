@@ -328,11 +328,12 @@ def test_tables_that_do_not_fit_stay_in_host_memory():
         on_device = [x for s in shards for x in ((s.weight, *s.state.values()) if s.cache is None else vars(s.cache).values())]
         on_device += [x for s in shards if s.cache for x in (s.cache.weight, *s.cache.state.values())]
         used = sum(x.nbytes for x in on_device if isinstance(x, torch.Tensor))
-        assert 0.98 * plan.memory[0] <= used <= plan.memory[0] <= cap
+        assert used <= plan.memory[0] <= cap  # less at first, if the cache will grow for a batch
+        assert used > 0.99 * plan.memory[0] or plan.layouts["rare"].host_memory.cache < 0.5
         caches.append([layout.host_memory.cache for layout in plan.layouts.values() if layout.host_memory])
-    assert caches == [], caches
+    assert caches == [[0.5], [0.05], [0.2, 0.2], [0.1, 0.1], [0.01, 0.01]]
     rows = plan_within(whole, world_size=4)
-    assert rows.host_memory == (0,) * 4 and max(plan_within(whole // 4, world_size=4).host_memory) <= whole // 2
+    assert rows.host_memory == (0,) * 4 and 0 < max(plan_within(whole // 3, world_size=4).host_memory) <= whole // 2
     with pytest.raises(ValueError, match=rf"host_memory_per_rank=9 is not enough .* it must be at least {whole}"):
         plan_within(2 * whole, host=9)
     with pytest.raises(ValueError, match="or host_memory_per_rank say how much"):
