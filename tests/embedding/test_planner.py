@@ -341,4 +341,4 @@ def test_tables_that_do_not_fit_stay_in_host_memory():
     with pytest.raises(ValueError, match="memory_per_rank must be at least") as error:
         plan_within(1000)
     least = int(re.search(r"memory_per_rank must be at least (\d+)", str(error.value))[1])
-    assert least < whole // 3 and max(plan_within(least).memory) == least
+    assert least < whole // 3 and max(plan_within(least).memory) <= least
