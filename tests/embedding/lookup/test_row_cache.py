@@ -2,7 +2,6 @@
 
 import copy
 import io
-import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 def same_bits(names: list[str], caches: list[float]) -> None:
     known = layouts(dist.get_world_size())
     for name in names:
-        for rule, cache in zip(itertools.cycle(DECAYING), caches * 2, strict=False):
+        for rule, cache in zip(DECAYING, caches, strict=False):
             plain, cached = make(known[name], rule), make(known[name].in_host_memory(cache), rule)
             for a, b in zip(train(plain), train(cached), strict=True):
                 assert torch.equal(a, b), (name, rule, cache)
@@ -111,11 +110,11 @@ OTHERS = ["column", "column of rows", "table", "table of rows"]
 
 @pytest.mark.parametrize("names", [ROW, OTHERS], ids=["row", "others"])
 def test_training_gives_the_same_bits(ranks, world_size, names):
-    ranks(same_bits, names, [1, 0.3, 4, 1.0], world_size=world_size)
+    ranks(same_bits, names, [4, 1, 0.3, 2], world_size=world_size)
 
 
 def test_training_gives_the_same_bits_on_some_ranks(ranks):
-    ranks(same_bits, ["row on some", "column on some"], [1, 0.5], world_size=3)
+    ranks(same_bits, ["row on some", "column on some"], [0.5, 1], world_size=3)
 
 
 def matches_one_process(rule: str) -> None:
