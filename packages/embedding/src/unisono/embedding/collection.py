@@ -33,7 +33,8 @@ class EmbeddingCollection(EngineModule):
             during the backward, so that no gradient of a table ever exists. None: the parameters get gradients.
         sparse: The parameters get sparse gradients. `collection.optimizer.step()` applies those of several backwards, after
             clipping; without `optimizer`, torch.optim.SparseAdam and SGD do.
-        batch_size, sample, memory_per_rank: For plan="auto": bags of a rank in a step; a batch to count in; bytes.
+        batch_size, sample, memory_per_rank, host_memory_per_rank: For plan="auto": bags of a rank in a step; a batch to count
+            in; bytes on the device; bytes in host memory for tables that do not fit on the device.
         grad_reduce: "mean" divides gradients by the number of ranks, right beside DDP and FSDP; "sum" does not.
         wire_dtype: torch.bfloat16 or torch.float16 halves the bytes that travel.
         stochastic_rounding: The steps of `optimizer` round rows of bfloat16 and float16 up or down at random, such that the
@@ -71,6 +72,7 @@ class EmbeddingCollection(EngineModule):
         batch_size: int = 1024,
         sample: Features | None = None,
         memory_per_rank: int | None = None,
+        host_memory_per_rank: int | None = None,
         grad_reduce: GradReduce = "mean",
         wire_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
@@ -98,6 +100,7 @@ class EmbeddingCollection(EngineModule):
                 batch_size=batch_size,
                 sample=None if sample is None else as_dict(sample),
                 memory_per_rank=memory_per_rank,
+                host_memory_per_rank=host_memory_per_rank,
                 # What is wrong with it, the storage will say, on all ranks.
                 optimizer=None if rules_error(optimizer, [table.name for table in tables]) else optimizer,
                 dtype=dtype,
@@ -171,9 +174,8 @@ class EmbeddingCollection(EngineModule):
             raise IndexError(f"reset_rows: rows {int(rows.min())} to {int(rows.max())}: {table!r} has {module.table.rows}")
         box = module.box
         rows = rows.to(torch.int64)  # a box may begin beyond 2^31
-        own = rows[(rows >= box.row) & (rows < box.row_end)].to(module.local.device) - box.row
-        module.local[own] = 0
-        module.reset_states(own)
+        own = rows[(rows >= box.row) & (rows < box.row_end)] - box.row
+        module.reset_rows(own)
 
     def copy_rows(self, smaller: "EmbeddingCollection") -> None:
         """Copy the rows of a collection whose tables have as many rows or fewer, with the state of its optimizer.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -207,7 +207,7 @@ class RuleUpdate(GradientConsumer):
 
     def decay(self, shard: GroupShard, rows: Tensor, grads: Tensor) -> Tensor:
         weight_decay = self.weight_decays[shard.group.key.rule]
-        return grads.add(shard.weight.index_select(0, rows), alpha=weight_decay) if weight_decay else grads
+        return grads.add(shard.weight.index_select(0, shard.places(rows)), alpha=weight_decay) if weight_decay else grads
 
     @torch.no_grad()
     def take(self, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None = None) -> None:
@@ -226,13 +226,11 @@ class RuleUpdate(GradientConsumer):
                     squares = square_sums[block].to(grads.dtype)
                 squares = squares / sum(shard.group.key.widths)
             for part, own, steps in self._split(shard, rows, by_table=rounds):
-                first = 0 if part is None else part.start
-                state = shard.state if part is None else {name: shard.view(part, x) for name, x in shard.state.items()}
-                state = state | {"step": torch.tensor(steps, device="cpu")}
-                own_rows = rows[own].to(torch.int64) - first
-                changes = rule.step(own_rows, grads[own], state, lr, squares[own])
+                places = shard.places(rows[own]).to(torch.int64)
+                state = shard.state | {"step": torch.tensor(steps, device="cpu")}
+                changes = rule.step(places, grads[own], state, lr, squares[own])
                 rounding = self._rounding(shard, part, steps) if part and rounds else round_to_nearest
-                _add_rows(shard.weight if part is None else shard.view(part), own_rows, changes, rounding)
+                _add_rows(shard.weight, places, changes, rounding, rows[own])
 
     def _lr(self, shard: GroupShard) -> float:
         return float(self.optimizer.param_groups[shard.group.key.rule]["lr"])
@@ -242,7 +240,7 @@ class RuleUpdate(GradientConsumer):
         seed = int(self.storage.seeds[part.table])
         dim = self.storage.tables[part.table].dim
         return partial(
-            round_stochastically, seed=seed, step=steps, first_row=part.box.row, first_column=shard.first_column, dim=dim
+            round_stochastically, seed=seed, step=steps, first_row=part.box.row - part.start, first_column=shard.first_column, dim=dim
         )
 
     def _take_compiled(
@@ -260,7 +258,9 @@ class RuleUpdate(GradientConsumer):
             sum(shard.group.key.widths),
         )
         states = list(shard.state.values())
-        for _, own, steps in self._split(shard, gradients.rows):
+        parts = self._split(shard, gradients.rows)
+        gradients = replace(gradients, rows=shard.places(gradients.rows))
+        for _, own, steps in parts:
             if isinstance(rule, Adam):
                 step = step._replace(rate=rule.rate(lr, steps))
             if not gradients.update(step, shard.weight, states, own, square_sums, has_library=self.storage.is_compiled):
@@ -287,7 +287,7 @@ class ParameterGradients(GradientConsumer):
 
     def __init__(self, modules: Sequence[ShardedTable], sparse: bool) -> None:
         self.modules = modules
-        self.wanted = [module.weight.requires_grad for module in modules]  # a frozen table costs nothing
+        self.wanted = [module.is_trained for module in modules]  # a frozen table costs nothing
         self.sparse = sparse
         self.reached: Collection[int] = ()
         self.parts: dict[int, list[tuple[Tensor, Tensor, torch.Size]]] = {}
@@ -363,12 +363,15 @@ def state_dtype(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def _add_rows(weight: Tensor, rows: Tensor, changes: Tensor, rounding: Round) -> None:
-    """Do weight[rows] += changes for different rows. Of torch's ways to write rows this is the fastest on CPUs."""
+def _add_rows(weight: Tensor, places: Tensor, changes: Tensor, rounding: Round, rows: Tensor) -> None:
+    """Do weight[places] += changes for different rows. Of torch's ways to write rows this is the fastest on CPUs.
+
+    `rows`: which rows of a shard they are.
+    """
     if rows.numel() == 0 or weight.shape[1] == 0:
         return
     if weight.dtype == changes.dtype:
-        weight.scatter_add_(0, rows[:, None].expand_as(changes), changes)
+        weight.scatter_add_(0, places[:, None].expand_as(changes), changes)
     else:  # round once
-        wide = weight.index_select(0, rows).to(changes.dtype) + changes
-        weight.index_copy_(0, rows, rounding(wide, weight.dtype, rows))
+        wide = weight.index_select(0, places).to(changes.dtype) + changes
+        weight.index_copy_(0, places, rounding(wide, weight.dtype, rows))

@@ -23,6 +23,7 @@ from unisono.embedding.lookup.kernels import is_on_host
 from unisono.embedding.lookup.lookup import lookup
 from unisono.embedding.lookup.output_dist import Pooling, output_dist, plan_pooling
 from unisono.embedding.lookup.reached import Reached
+from unisono.embedding.lookup.row_cache import CacheStats
 from unisono.embedding.lookup.storage import LookupOptions, ShardStorage
 from unisono.embedding.optimizers import Rule
 from unisono.embedding.parameters import ShardedTable
@@ -131,7 +132,13 @@ class EngineModule(nn.Module):
         made.engine.storage.attach(made.engine.storage.modules)
         return made
 
+    def cache_stats(self) -> dict[str, CacheStats]:
+        """Hits and misses on this rank, for each table that is in host memory and has rows here."""
+        storage = self.engine.storage
+        return {module.table.name: module.cache.stats() for module in storage.modules if module.cache is not None}
+
     def __getstate__(self) -> dict[str, Any]:
+        self.engine.storage.release()
         return self.__dict__
 
 

@@ -28,7 +28,10 @@ def lookup(storage: ShardStorage, incoming: Sequence[IncomingRequest], reached: 
     `reached`: the backward of output_dist says by it what the backward of this has to do.
     """
     storage.follow_parameters()
+    if (storage.optimizer is None or storage.options.sparse) and torch.is_grad_enabled():
+        storage.raise_for_gradients_in_host_memory()
     for request in incoming:
+        _fetch(request, changes=request.group.key.max_norm is not None)
         if request.group.key.max_norm is not None:
             with torch.no_grad():
                 _renormalise(request, storage.ranks, storage.options.dtype)
@@ -102,12 +105,23 @@ def _split_by_request(flat: Tensor, counts: Sequence[Sequence[int]], widths: Seq
     return [torch.cat(blocks[k :: len(counts)]).view(sum(counts[k]), widths[k]) for k in range(len(counts))]
 
 
+def _fetch(request: IncomingRequest, *, changes: bool) -> None:
+    """Bring the rows of a request into the cache, if its tables are in host memory and others have evicted them since then."""
+    shard = request.shard
+    if shard is None or shard.cache is None:
+        return
+    if request.fetched != shard.cache.generation:
+        shard.fetch(request.dedup.without_padding().unique)
+        request.fetched = shard.cache.generation
+    shard.cache.is_dirty |= changes
+
+
 def _read_rows(request: IncomingRequest) -> Tensor:
     assert request.shard is not None
-    weight = request.shard.weight
+    weight, places = request.shard.weight, request.shard.places(request.rows)
     if request.lengths is None:
-        return weight.index_select(0, request.rows)
-    return sum_bags(weight, request.rows, request.lengths.cumsum(0) - request.lengths, request.weights)
+        return weight.index_select(0, places)
+    return sum_bags(weight, places, request.lengths.cumsum(0) - request.lengths, request.weights)
 
 
 def _consume_gradients(
@@ -123,6 +137,7 @@ def _consume_gradients(
     `reached`: for each response whether it has a gradient; None: all have.
     """
     group, shard = request.group, request.shard
+    _fetch(request, changes=True)
     rows, bags, weights, frequencies = request.rows, request.bags, request.weights, request.frequencies
     if reached is not None:
         keep = reached[:, 0] if bags is None else reached[:, 0].index_select(0, bags)
@@ -140,7 +155,7 @@ def _consume_gradients(
         bags, weights = None, None
     dedup = request.dedup if rows is request.rows else deduplicate(rows, may_pad=not copied)
     dedup = _without_padding_rows(dedup, shard)
-    if group.columns > 1 and consumer.needs_square_sums(group):
+    if group.columns > 1 and consumer.needs_square_sums(group) or (shard is not None and shard.cache is not None):
         dedup = dedup.without_padding()
     divisors = None if frequencies is None else _sum_numbers(frequencies, dedup)
     gradients = RowGradients(dedup.unique, grads, dedup, bags, weights, divisors, factor, copied)
@@ -249,7 +264,8 @@ def _renormalise(request: IncomingRequest, ranks: GroupRanks, dtype: torch.dtype
     if group.columns == 1 and shard is None:
         return
     unique = torch.unique(rows)
-    found = rows.new_empty((0, 0), dtype=dtype) if shard is None else shard.weight.index_select(0, unique)
+    places = unique if shard is None else shard.places(unique)
+    found = rows.new_empty((0, 0), dtype=dtype) if shard is None else shard.weight.index_select(0, places)
     if group.columns == 1:
         norms = torch.linalg.vector_norm(found, group.key.norm_type, dim=1)
     else:
@@ -259,7 +275,7 @@ def _renormalise(request: IncomingRequest, ranks: GroupRanks, dtype: torch.dtype
     norms = norms.to(found.dtype).double()  # in torch's own steps, to the last bit: a maximum may depend on it
     limits = torch.full_like(norms, group.key.max_norm)
     scales = torch.where(norms > limits, limits / (norms + 1e-7), 1.0).to(found.dtype)
-    shard.weight.index_copy_(0, unique.to(torch.int64), found * scales[:, None])
+    shard.weight.index_copy_(0, places.to(torch.int64), found * scales[:, None])
 
 
 def _norm_over_columns(found: Tensor, group: TableGroup, ranks: GroupRanks) -> Tensor:

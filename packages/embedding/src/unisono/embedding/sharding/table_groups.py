@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.embedding.sharding.layouts import Box, Layout, chunk, chunk_size
+from unisono.embedding.sharding.layouts import Box, HostMemory, Layout, chunk, chunk_size
 from unisono.embedding.table import Table
 
 
@@ -29,6 +29,7 @@ class GroupKey(NamedTuple):
     max_norm: float | None
     norm_type: float
     rule: int  # the number of the optimizer's rule
+    host_memory: HostMemory | None
 
 
 class TableShard(NamedTuple):
@@ -133,7 +134,9 @@ def _group_key(table: Table, layout: Layout, world_size: int, rule: int) -> Grou
     else:
         ranks = layout.owners
     pooling = "sum" if table.mode == "mean" else table.mode
-    return GroupKey(widths, ranks, pooling, table.scale_grad_by_freq, table.max_norm, table.norm_type, rule)
+    return GroupKey(
+        widths, ranks, pooling, table.scale_grad_by_freq, table.max_norm, table.norm_type, rule, layout.host_memory
+    )
 
 
 def _add_table(group: TableGroup, number: int, table: Table, layout: Layout) -> None:
