@@ -135,6 +135,24 @@ def test_training_matches_one_process(ranks, rule):
     ranks(matches_one_process, rule, world_size=3)
 
 
+def rules_and_rounding() -> None:
+    """A rule for each table; 16-bit rows are rounded by random bits that depend on the row, not on its place in the cache."""
+    rules = {table.name: rule for table, rule in zip(TABLES, [*DECAYING, DECAYING[0]], strict=True)}
+    for layout in (Layout.row(), Layout.column()):
+        made = []
+        for own in (layout, layout.in_host_memory(2)):
+            options = {"optimizer": rules, "dtype": torch.bfloat16, "stochastic_rounding": True}
+            made.append(EmbeddingCollection(TABLES, plan={table.name: own for table in TABLES}, **options))
+            made[-1].reset_parameters(seed=5)
+        for a, b in zip(*map(train, made), strict=True):
+            assert torch.equal(a, b)
+        assert_same(*map(entries, made))
+
+
+def test_rules_by_table_and_stochastic_rounding(ranks):
+    ranks(rules_and_rounding, world_size=2)
+
+
 # Several look-ups before a backward: one evicts the rows of the other
 
 
@@ -409,6 +427,7 @@ def steps_on_a_gpu(layout: Layout, batches: list[list[int]]) -> list[tuple[list[
     return found
 
 
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
 def test_a_step_on_a_gpu_waits_for_three_numbers_at_most_and_copies_only_what_is_missing():
     batches = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 5, 6], [3, 4, 7, 8]]
     without = steps_on_a_gpu(Layout.table(), batches)

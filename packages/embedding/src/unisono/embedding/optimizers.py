@@ -230,7 +230,7 @@ class RuleUpdate(GradientConsumer):
                 state = shard.state | {"step": torch.tensor(steps, device="cpu")}
                 changes = rule.step(places, grads[own], state, lr, squares[own])
                 rounding = self._rounding(shard, part, steps) if part and rounds else round_to_nearest
-                _add_rows(shard.weight, places, changes, rounding, rows[own])
+                _add_rows(shard.weight, places, changes, rounding, rows[own].to(torch.int64))  # row x dim exceeds int32
 
     def _lr(self, shard: GroupShard) -> float:
         return float(self.optimizer.param_groups[shard.group.key.rule]["lr"])
