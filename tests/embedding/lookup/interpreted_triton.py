@@ -150,7 +150,7 @@ def update_of(dtype: torch.dtype, rule, *, n: int, squares: torch.Tensor | None 
         ((_, sums),) = gradients.blocks()
         sums += rule.weight_decay * weight[dedup.unique]
         means = sums.square().mean(1) if squares is None else squares[: len(sums)] / 60
-        rule.step(weight, dedup.unique, sums, state | {"step": torch.tensor(1)}, rule.lr, means)
+        weight.index_add_(0, dedup.unique, rule.step(dedup.unique, sums, state | {"step": torch.tensor(1)}, rule.lr, means))
     else:
         betas = getattr(rule, "betas", (0.0, 0.0))
         rate = rule.rate(rule.lr, 1) if isinstance(rule, Adam) else rule.lr

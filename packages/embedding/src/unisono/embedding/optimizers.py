@@ -240,7 +240,12 @@ class RuleUpdate(GradientConsumer):
         seed = int(self.storage.seeds[part.table])
         dim = self.storage.tables[part.table].dim
         return partial(
-            round_stochastically, seed=seed, step=steps, first_row=part.box.row - part.start, first_column=shard.first_column, dim=dim
+            round_stochastically,
+            seed=seed,
+            step=steps,
+            first_row=part.box.row - part.start,
+            first_column=shard.first_column,
+            dim=dim,
         )
 
     def _take_compiled(

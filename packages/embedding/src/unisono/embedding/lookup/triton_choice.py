@@ -105,7 +105,7 @@ def _steps(number: int, weight: Tensor, rows: Tensor, sums: Tensor) -> tuple[Ste
     true_states = rule.states(truth)
     grads = sums + _DECAY * truth.index_select(0, rows)
     steps = {"step": torch.ones((), dtype=torch.int64, device="cpu")}
-    rule.step(truth, rows, grads, true_states | steps, _RATE, grads.square().mean(1))
+    truth.index_add_(0, rows, rule.step(rows, grads, true_states | steps, _RATE, grads.square().mean(1)))
     return step, list(states.values()), truth, list(true_states.values())
 
 

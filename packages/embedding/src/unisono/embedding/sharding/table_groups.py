@@ -134,9 +134,7 @@ def _group_key(table: Table, layout: Layout, world_size: int, rule: int) -> Grou
     else:
         ranks = layout.owners
     pooling = "sum" if table.mode == "mean" else table.mode
-    return GroupKey(
-        widths, ranks, pooling, table.scale_grad_by_freq, table.max_norm, table.norm_type, rule, layout.host_memory
-    )
+    return GroupKey(widths, ranks, pooling, table.scale_grad_by_freq, table.max_norm, table.norm_type, rule, layout.host_memory)
 
 
 def _add_table(group: TableGroup, number: int, table: Table, layout: Layout) -> None:
