@@ -229,6 +229,20 @@ def test_autograd_notices_a_step():
             penalty.backward()
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_of_parameters_have_no_padding(sparse):
+    ids = torch.tensor([[1, 2], [2, 2], [7, 1]])
+    found = []
+    for kernels in (on_triton, without_library):
+        with kernels():
+            collection = EmbeddingCollection([Table("t", 10, 4)], plan="row", sparse=sparse, dtype=torch.float64)
+            (collection({"t": ids})["t"] * torch.arange(1.0, 4.0)[:, None]).sum().backward()
+            found.append(collection.weight("t").grad)
+    if sparse:
+        assert found[0]._indices().tolist() == [[1, 2, 7]]
+    torch.testing.assert_close(*(x.to_dense() for x in found))
+
+
 def test_the_comparison_of_the_first_use():
     """It accepts these kernels as a GPU runs them, and rejects kernels that are a little off."""
     device = torch.device("cpu")
