@@ -96,7 +96,7 @@ class IncomingRequest:
     @cached_property
     def dedup(self) -> Deduplicated:
         """The rows without duplicates, for the backward. The forward finds them while it waits for other ranks."""
-        return deduplicate(self.rows, may_pad=True)
+        return deduplicate(self.rows, may_pad=self.shard is None or self.shard.cache is None)
 
     @cached_property
     def bags(self) -> Tensor | None:

@@ -111,7 +111,7 @@ def _fetch(request: IncomingRequest, *, changes: bool) -> None:
     if shard is None or shard.cache is None:
         return
     if request.fetched != shard.cache.generation:
-        shard.fetch(request.dedup.without_padding().unique)
+        shard.fetch(request.dedup.unique)
         request.fetched = shard.cache.generation
     shard.cache.is_dirty |= changes
 
@@ -155,7 +155,7 @@ def _consume_gradients(
         bags, weights = None, None
     dedup = request.dedup if rows is request.rows else deduplicate(rows, may_pad=not copied)
     dedup = _without_padding_rows(dedup, shard)
-    if group.columns > 1 and consumer.needs_square_sums(group) or (shard is not None and shard.cache is not None):
+    if (group.columns > 1 and consumer.needs_square_sums(group)) or (shard is not None and shard.cache is not None):
         dedup = dedup.without_padding()
     divisors = None if frequencies is None else _sum_numbers(frequencies, dedup)
     gradients = RowGradients(dedup.unique, grads, dedup, bags, weights, divisors, factor, copied)

@@ -5,7 +5,8 @@ them back, in one batch. What follows, the read, the sums and the optimizer's st
 rows there, too, unless other look-ups have evicted some in the meantime; then it fetches them again.
 
 Which row is in which slot of the cache is known on the device, by a number for each row of the table. So on a GPU the host
-waits once in a look-up whose rows are all there, and once more, for the row numbers and the rows that leave, in others.
+waits twice in a look-up whose rows are all there, for how many it needs and how many are missing, and once more, for the row
+numbers and the rows that leave, in others.
 """
 
 import math

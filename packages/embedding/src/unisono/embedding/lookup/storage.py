@@ -326,8 +326,8 @@ class ShardStorage:
             if layout.host_memory is not None and weight.requires_grad:
                 raise RuntimeError(
                     f"{self.options.function}: table {table.name!r} is in host memory, where it can only be trained by an "
-                    "optimizer in the backward, such as optimizer=RowwiseAdagrad(lr=0.1) without sparse=True. To look up without training, call under "
-                    "torch.no_grad(), or freeze the table: weight.requires_grad_(False)"
+                    "optimizer in the backward, such as optimizer=RowwiseAdagrad(lr=0.1), without sparse=True. To look up "
+                    "without training, call under torch.no_grad(), or freeze the table: weight.requires_grad_(False)"
                 )
 
     @torch.no_grad()
