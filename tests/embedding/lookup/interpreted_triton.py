@@ -150,7 +150,7 @@ def update_of(dtype: torch.dtype, rule, *, n: int, squares: torch.Tensor | None 
         ((_, sums),) = gradients.blocks()
         sums += rule.weight_decay * weight[dedup.unique]
         means = sums.square().mean(1) if squares is None else squares[: len(sums)] / 60
-        rule.step(weight, dedup.unique, sums, state | {"step": torch.tensor(1)}, rule.lr, means)
+        weight.index_add_(0, dedup.unique, rule.step(dedup.unique, sums, state | {"step": torch.tensor(1)}, rule.lr, means))
     else:
         betas = getattr(rule, "betas", (0.0, 0.0))
         rate = rule.rate(rule.lr, 1) if isinstance(rule, Adam) else rule.lr
@@ -227,6 +227,20 @@ def test_autograd_notices_a_step():
         collection({"t": torch.tensor([1, 2])})["t"].sum().backward()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             penalty.backward()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_of_parameters_have_no_padding(sparse):
+    ids = torch.tensor([[1, 2], [2, 2], [7, 1]])
+    found = []
+    for kernels in (on_triton, without_library):
+        with kernels():
+            collection = EmbeddingCollection([Table("t", 10, 4)], plan="row", sparse=sparse, dtype=torch.float64)
+            (collection({"t": ids})["t"] * torch.arange(1.0, 4.0)[:, None]).sum().backward()
+            found.append(collection.weight("t").grad)
+    if sparse:
+        assert found[0]._indices().tolist() == [[1, 2, 7]]
+    torch.testing.assert_close(*(x.to_dense() for x in found))
 
 
 def test_the_comparison_of_the_first_use():

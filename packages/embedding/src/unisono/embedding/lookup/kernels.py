@@ -176,7 +176,15 @@ class RowGradients:
     factor: float = 1.0
     copied: bool = False  # other ranks have the same gradients for their copies of the rows, and must get the same bits
 
+    def _drop_padding(self) -> None:
+        """The host waits for the device if there is padding."""
+        if self.dedup is not None and self.dedup.unique_count is not None:
+            self.dedup = self.dedup.without_padding()
+            self.rows = self.rows[: self.dedup.unique.numel()]
+            self.divisors = None if self.divisors is None else self.divisors[: self.rows.numel()]
+
     def sums(self) -> Tensor:
+        self._drop_padding()
         if self.dedup is None:
             return self.grads
         sums = sum_duplicates(self.grads, self.bags, self.dedup, self.weights, copied=self.copied)
@@ -188,10 +196,7 @@ class RowGradients:
         There is one block even if there are no rows: an empty gradient is a gradient, too. Padding goes first, for which the
         host waits.
         """
-        if self.dedup is not None and self.dedup.unique_count is not None:
-            self.dedup = self.dedup.without_padding()
-            self.rows = self.dedup.unique
-            self.divisors = None if self.divisors is None else self.divisors[: self.rows.numel()]
+        self._drop_padding()
         total, dedup = self.rows.numel(), self.dedup
         size = _BLOCK if self.grads.device.type == "cpu" else max(total, 1)
         if dedup is None or total <= size:
