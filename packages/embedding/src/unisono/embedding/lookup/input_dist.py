@@ -155,14 +155,14 @@ def _make_requests(storage: ShardStorage, batch: Batch) -> list[OutgoingRequest]
     if joined is None:
         return None
     sorting: dict[int, Deduplicating] = {}
-    numbers = [] if joined.checks is None else [joined.checks]
+    numbers = [*joined.checks]
     for k, group in enumerate(storage.groups):
         if (block := joined.blocks.get(Place(k, by_bags=False))) is not None:
             sorting[k] = Deduplicating(block.rows)
             numbers.append(sorting[k].cuts(group.bases))
     read: list[int] = torch.cat(numbers).tolist() if numbers else []
-    if joined.checks is not None:
-        count = joined.checks.numel()
+    if joined.checks:
+        count = sum(x.numel() for x in joined.checks)
         if not joined.are_valid(read[:count]):
             return None
         read = read[count:]
