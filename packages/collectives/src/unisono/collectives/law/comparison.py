@@ -137,16 +137,27 @@ class Comparison:
         return wrong / max(sum(expected.values()), 1)
 
     @cached_property
-    def order(self) -> Tensor | None:
-        """Return the places of the reference's samples among those of all ranks in rank order; None if they differ."""
-        expected, found = self.of_reference().data, torch.cat([step.data for step in self.of_ranks()])
-        if expected.shape != found.shape:
-            return None
-        if distance(found, expected) < 1e-12:
-            return torch.arange(len(found))
-        order = torch.empty(len(found), dtype=torch.long)
-        order[expected[:, 0].argsort(stable=True)] = found[:, 0].argsort(stable=True)
-        return order if distance(found[order], expected) < 1e-12 else None
+    def _orders(self) -> dict[int, Tensor]:
+        """Return, by the number of rows, the places of the reference's rows among those of all ranks in rank order.
+
+        Rows are recognized by what the ranks read, and by what the first called module gets: it may get several tensors of
+        a batch one after the other.
+        """
+        pairs = [(self.of_reference().data, torch.cat([step.data for step in self.of_ranks()])), *self._entry_inputs()[:1]]
+        orders = {}
+        for expected, found in pairs:
+            if (order := _matching_order(expected, found)) is not None:
+                orders[len(order)] = order
+        return orders
+
+    def _entry_inputs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the inputs of the first called module: in one process, and on all ranks in rank order."""
+        entry = next((call.name for call in self.of_reference().calls if call.is_entry), "")
+
+        def inputs(step: StepRecord) -> list[Tensor]:
+            return _joined([call.inputs for call in step.calls if call.name == entry])
+
+        return list(zip(inputs(self.of_reference()), _joined([inputs(step) for step in self.of_ranks()]), strict=False))
 
     # loss and metrics
 
@@ -253,10 +264,10 @@ class Comparison:
 
     @cached_property
     def factor(self) -> float | None:
-        """Return k if every gradient is k times the right one, on all ranks."""
+        """Return k if every gradient is k times the right one, on all ranks, and k is not 1."""
         right, found = self.right_vector(), self.final_vectors()[0]
         k = float(found @ right / (right @ right)) if float(right.norm()) else 0.0
-        return k if self.ranks_agree and k and self.close(found, k * right) else None
+        return k if self.ranks_agree and k and not self.close(k, 1.0) and self.close(found, k * right) else None
 
     @cached_property
     def weights_used(self) -> Tensor | None:
@@ -302,28 +313,23 @@ class Comparison:
                 return name
         return ""
 
-    def entry_inputs_deviation(self) -> float:
-        """Return how far what the first called module gets is from what it gets in one process."""
-        entry = next((call.name for call in self.of_reference().calls if call.is_entry), "")
-        inputs, _ = self._aligned_calls.get(entry, ([], []))
-        return max((distance(*pair) for pair in inputs), default=0.0)
-
-    def entry_rows(self) -> tuple[int, int]:
-        """Return how many rows the first called module got in one process, and on all ranks together."""
-        entry = next((call.name for call in self.of_reference().calls if call.is_entry), "")
-
-        def rows(step: StepRecord) -> int:
-            return sum(len(call.inputs[0]) for call in step.calls if call.name == entry and call.inputs)
-
-        return rows(self.of_reference()), sum(map(rows, self.of_ranks()))
+    def entry_rows(self) -> tuple[int, int, int]:
+        """Return how many rows the first called module got in one process, and on all ranks, and how many they share."""
+        pairs = self._entry_inputs()
+        if not pairs:
+            return 0, 0, 0
+        expected, found = pairs[0]
+        scale = float(expected.abs().max()) if len(expected) else 1.0
+        mine, theirs = _rounded_rows(expected, scale), _rounded_rows(found, scale)
+        return len(expected), len(found), sum((Counter(mine) & Counter(theirs)).values())
 
     def gradient_ratios(self, name: str) -> Tensor | None:
         """Return for each row the factor between the gradients of the module's output; None if they are not multiples."""
         expected = _gradient_rows(self.of_reference(), name)
         found = torch.cat([rows for step in self.of_ranks() if (rows := _gradient_rows(step, name)) is not None] or [])
-        if expected is None or self.order is None or found.shape != expected.shape or len(self.order) != len(found):
+        if expected is None or found.shape != expected.shape:
             return None
-        found = found[self.order]
+        found = self._in_order(found)
         lengths = (expected * expected).sum(1)
         used = lengths > lengths.max() * 1e-20 if len(lengths) else lengths > 0
         ratios = (found * expected).sum(1)[used] / lengths[used]
@@ -349,13 +355,37 @@ class Comparison:
             whole = torch.cat([tensors[leaf] for tensors in expected])
             parts = [torch.cat([tensors[leaf] for tensors in calls]) for calls in found]
             joined = torch.cat(parts)
-            if len(joined) == len(whole) and self.order is not None and len(self.order) == len(whole):
-                pairs.append((joined[self.order], whole))
-            elif len(joined) == len(whole):
-                pairs.append((joined, whole))
+            if len(joined) == len(whole):
+                pairs.append((self._in_order(joined), whole))
             elif all(len(part) == len(whole) for part in parts):  # every rank has all rows
                 pairs += [(part, whole) for part in parts]
         return pairs
+
+    def _in_order(self, rows: Tensor) -> Tensor:
+        """Return rows of all ranks in the order of the reference."""
+        order = self._orders.get(len(rows))
+        return rows if order is None else rows[order]
+
+
+def _matching_order(expected: Tensor, found: Tensor) -> Tensor | None:
+    """Return the place in `found` of each row of `expected`; None if they do not have the same rows."""
+    if expected.shape != found.shape:
+        return None
+    if distance(found, expected) < 1e-12:
+        return torch.arange(len(found))
+    order = torch.empty(len(found), dtype=torch.long)
+    order[expected[:, 0].argsort(stable=True)] = found[:, 0].argsort(stable=True)
+    return order if distance(found[order], expected) < 1e-12 else None
+
+
+def _joined(calls: list[list[Tensor]]) -> list[Tensor]:
+    """Return the tensors of several calls, or of several ranks, one after the other."""
+    return [torch.cat(tensors) for tensors in zip(*calls, strict=False)]
+
+
+def _rounded_rows(rows: Tensor, scale: float) -> list[tuple[float, ...]]:
+    """A matrix product rounds a row differently among others, so the last digits do not count."""
+    return [tuple(row) for row in (rows * (1e8 / max(scale, 1e-300))).round().tolist()]
 
 
 def _deviation(found: Tensor, expected: Tensor, scale: float) -> float:
@@ -380,9 +410,7 @@ def _local_vector(step: StepRecord, names: list[str]) -> Tensor:
 
 
 def _count_rows(record: RankRecord, scale: float) -> Counter[tuple[float, ...]]:
-    """A matrix product rounds a row differently among others, so the last digits do not count."""
-    rounded = [(step.data * (1e8 / scale)).round().tolist() for step in record.steps]
-    return Counter(tuple(row) for rows in rounded for row in rows)
+    return Counter(row for step in record.steps for row in _rounded_rows(step.data, scale))
 
 
 def _first_call(step: StepRecord, name: str) -> ModuleCall:

@@ -255,30 +255,29 @@ def start_depends_on_world_size(c: Comparison) -> Finding | None:
 
 
 @diagnosis
-def dropped_rows(c: Comparison) -> Finding | None:
-    """The step gives the model other rows than it got."""
-    expected, found = c.entry_rows()
-    if c.first_step or expected == found or not found or found == expected * c.world_size:
-        return None
-    verb = "leaves out" if found < expected else "adds"
-    return Finding(
-        "dropped_rows",
-        f"the step {verb} {abs(expected - found)} of the {expected} rows before the model sees them",
-        "Use all rows of this rank, as they are: uneven ranks need no padding with unisono.collectives.global_mean",
-    )
-
-
-@diagnosis
 def random_augmentation(c: Comparison) -> Finding | None:
     """What the model gets is changed at random, in a way that depends on the rank."""
-    if c.first_step or c.entry_inputs_deviation() <= c.precision.loose:
-        return None
-    if not any(step.draws_before_model for step in c.of_ranks()):
+    expected, found, shared = c.entry_rows()
+    if c.first_step or expected != found or expected == shared or not any(s.draws_before_model for s in c.of_ranks()):
         return None
     return Finding(
         "random_augmentation",
         "the inputs are changed at random before the model, and the random numbers of a sample depend on its rank",
         "Draw them by (seed, step, number of the sample), not from the rank's own generator; or switch them off for this check",
+    )
+
+
+@diagnosis
+def dropped_rows(c: Comparison) -> Finding | None:
+    """The step gives the model other rows than it got."""
+    expected, found, shared = c.entry_rows()
+    if c.first_step or not shared or expected == shared == found or found == expected * c.world_size:
+        return None
+    return Finding(
+        "dropped_rows",
+        f"the model gets {found} rows on all ranks and {expected} in one process, and only {shared} of them are the same: the step "
+        "leaves out rows, or repeats some",
+        "Use all rows of this rank, as they are: uneven ranks need no padding with unisono.collectives.global_mean",
     )
 
 
@@ -596,7 +595,7 @@ def loss_of_own_rows(c: Comparison) -> Finding | None:
         "loss_of_own_rows",
         "the loss compares rows with each other (negatives, ranking, variance), and each rank compares its own rows only",
         "Gather the rows first, unisono.collectives.all_gather(features), or use a loss of unisono.contrastive",
-        where=f"gradients differ from module {name} on" if (name := c.first_backward_difference()) else "",
+        where=f"first in the gradient of the output of module {name}" if (name := c.first_backward_difference()) else "",
     )
 
 
@@ -670,7 +669,7 @@ def unexplained(c: Comparison) -> Finding | None:
     forward = c.first_forward_difference()
     aspects = [name for name, value in c.deviations.items() if value > c.precision.tolerance]
     where = [f"outputs differ first in module {forward.name}"] if forward else []
-    where += [f"gradients differ from module {name} on"] if (name := c.first_backward_difference()) else []
+    where += [f"gradients differ first at the output of module {name}"] if (name := c.first_backward_difference()) else []
     where += [_worst_parameter(c)] if "gradients" in aspects else []
     return Finding(
         "unexplained",
