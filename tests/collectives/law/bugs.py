@@ -36,7 +36,7 @@ class Piece:
 
     cause = ""
     where = ""  # must be in the finding's `where`
-    batch: object = {"x": rows(12, 6), "y": rows(12, 1, seed=1)}  # noqa: RUF012
+    batch: object = {"x": rows(12, 6), "y": rows(12, 1, seed=1)}
     options: dict[str, object] = {"world_sizes": (1, 2, 3), "splits": ("even",)}  # noqa: RUF012
 
     @staticmethod
@@ -152,7 +152,7 @@ class LossOfOwnRows(Contrastive):
 
 
 class GradientPenalty(Piece):
-    """A penalty behind a gather that adds gradients, as in lucidrains/gigagan-pytorch: W times in the loss, W² times squared."""
+    """A penalty behind a gather that adds gradients, as in lucidrains/gigagan-pytorch: W times, squared W² times."""
 
     cause = "squared_factor"
     options = {"world_sizes": (1, 2, 3), "splits": ("even", "uneven")}  # noqa: RUF012

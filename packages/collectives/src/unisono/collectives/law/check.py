@@ -108,7 +108,7 @@ def check_source(
     progress: Progress | None = None,
 ) -> Report:
     """check what the ranks load from `source`. The arguments are those of check."""
-    _validate(world_sizes, steps, tolerance, dtype)
+    _validate(world_sizes, splits, steps, tolerance, dtype)
     rows = None if callable(batch) else count_rows(batch)
     cases = list(_cases(world_sizes, splits, rows))
     report_progress = progress or (lambda done, total, text: None)
@@ -162,9 +162,9 @@ def _reference(
         if not again.ok:
             aspects = [name for name, value in again.deviations.items() if value > precision.tolerance]
             raise CheckError(
-                f"check: the step is not deterministic by itself: two runs in one process, after the same seeds, differ in their "
-                f"{', '.join(aspects)}. Seed what it draws from (torch, random and numpy.random are seeded before build), and let "
-                "nothing remain from one run to the next"
+                "check: the step is not deterministic by itself: two runs in one process, after the same seeds, differ in "
+                f"their {', '.join(aspects)}. Seed what it draws from (torch, random and numpy.random are seeded before "
+                "build), and let nothing remain from one run to the next"
             )
         return first, precision, float64
     raise AssertionError("unreachable")
@@ -219,11 +219,11 @@ def _pickled(build: Any, step: Any, batch: Any) -> Pickled:
         except (pickle.PicklingError, AttributeError, TypeError):
             pass
     try:
-        import cloudpickle
+        import cloudpickle  # type: ignore[import-untyped]
     except ImportError:
         raise TypeError(
-            "check: ranks cannot import build, step or batch. Define the functions at the top level of a module (in a notebook: "
-            "%%writefile train_step.py), or pip install cloudpickle"
+            "check: ranks cannot import build, step or batch. Define the functions at the top level of a module (in a "
+            "notebook: %%writefile train_step.py), or pip install cloudpickle"
         ) from None
     return Pickled(cloudpickle.dumps((build, step, batch)))
 
@@ -252,7 +252,10 @@ def _import_file(path: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that its classes can be pickled
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise CheckError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
@@ -275,7 +278,10 @@ def _cases(world_sizes: Iterable[int], splits: Splits, rows: int | None) -> Iter
                 yield Case(world_size, split if isinstance(split, str) else "given", sizes)
 
 
-def _validate(world_sizes: Sequence[int], steps: int, tolerance: float | None, dtype: str | None) -> None:
+def _validate(world_sizes: Sequence[int], splits: Splits, steps: int, tolerance: float | None, dtype: str | None) -> None:
+    for split in splits:
+        if isinstance(split, str) and split not in NAMES:
+            raise ValueError(f"check: splits: {split!r} must be one of {', '.join(NAMES)}, or the numbers of rows of the ranks")
     if not any(size > 1 for size in world_sizes) or any(size < 1 for size in world_sizes):
         raise ValueError(f"check: world_sizes={tuple(world_sizes)} must be positive, and one of them above 1")
     if steps < 1:

@@ -13,14 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 batch = {"x": torch.randn(12, 8, generator=torch.Generator().manual_seed(0)), "y": torch.arange(12) % 3}
 
 
-def build():
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return (model, optimizer). It runs on every rank, after init_process_group."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-    model = DistributedDataParallel(model)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def step(model, batch):
+def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the loss; backward and optimizer.step() follow. Or define step(model, optimizer, batch) and do both yourself."""
     return F.cross_entropy(model(batch["x"]), batch["y"])
     # Right on any split:

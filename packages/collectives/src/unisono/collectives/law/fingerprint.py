@@ -43,7 +43,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def distance(x: Tensor, y: Tensor, *, scale: float = 0.0) -> float:
-    """Return how far `x` is from `y`, relative to the length of `y`, or to `scale` if that is larger. NaN counts as infinite."""
+    """Return how far `x` is from `y`, relative to the length of `y`, or to `scale` if that is larger. NaN is infinite."""
     if x.shape != y.shape:
         return float("inf")
     if torch.equal(x, y):

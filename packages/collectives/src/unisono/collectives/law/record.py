@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -87,7 +88,7 @@ class RankRecord:
     steps: list[StepRecord] = field(default_factory=list)
 
 
-class NoLoss(TypeError):
+class LossError(TypeError):
     """The step returned nothing that can be a loss."""
 
 
@@ -133,7 +134,7 @@ def _seed_everything() -> None:
 
 def _random_state() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
-    return torch.get_rng_state().sum().item(), random.getstate(), numpy and numpy.random.get_state()[2:3] or None
+    return torch.get_rng_state().sum().item(), random.getstate(), (numpy and numpy.random.get_state()[2:3]) or None
 
 
 def _read_build(built: Any) -> tuple[Any, Any]:
@@ -158,7 +159,7 @@ def walk_modules(models: Any) -> Iterator[tuple[str, nn.Module, DistributedDataP
         if isinstance(module, DistributedDataParallel):
             yield from walk(module.module, name, module)
         elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
-            yield from walk(module._orig_mod, name, owner)
+            yield from walk(cast(nn.Module, module._orig_mod), name, owner)
         else:
             yield name, module, owner
             for child_name, child in module.named_children():
@@ -342,7 +343,7 @@ def read_result(result: Any) -> tuple[Tensor | float | None, dict[str, float]]:
         result = result.loss
     if not isinstance(result, (Tensor, int, float)) or (isinstance(result, Tensor) and result.numel() != 1):
         kind = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-        raise NoLoss(
+        raise LossError(
             f"check: the step must return its loss (a tensor with one element, or a number), or (loss, metrics); it "
             f"returned {kind}"
         )
@@ -390,9 +391,9 @@ class _CollectiveLog(TorchDispatchMode):
         return result
 
 
-def _frames() -> Iterator[Any]:
+def _frames() -> Iterator[FrameType]:
     """Yield the frames between here and the step, innermost first."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _Recorder.run_step.__code__:
         yield frame
         frame = frame.f_back

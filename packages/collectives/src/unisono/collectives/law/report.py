@@ -6,7 +6,7 @@ import html
 from dataclasses import dataclass, field
 
 from unisono.collectives.law.comparison import ASPECTS, Case
-from unisono.collectives.law.diagnoses import Finding
+from unisono.collectives.law.diagnoses.finding import Finding
 
 _RED, _GREEN, _BOLD, _END = "\033[31m", "\033[32m", "\033[1m", "\033[0m"
 _STYLE = """
@@ -95,7 +95,9 @@ class Report:
 
     def summary(self) -> str:
         """Return the verdict in one sentence."""
-        how = f"{self.steps} step{'s' * (self.steps > 1)} in {self.dtype}, relative deviations up to {self.tolerance:.0e} allowed"
+        how = (
+            f"{self.steps} step{'s' * (self.steps > 1)} in {self.dtype}, relative deviations up to {self.tolerance:.0e} allowed"
+        )
         if self.ok:
             return f"The step does not depend on the number of ranks: {len(self.cases)} cases equal one process ({how})."
         wrong = sum(not result.ok for result in self.cases)

@@ -38,13 +38,11 @@ def split_sizes(split: str | Sequence[int], rows: int, world_size: int) -> tuple
 def count_rows(batch: Any) -> int:
     """Return the length of the batch: that of all its tensors along dim 0."""
     leaves, structure = tree_flatten(batch)
-    lengths = {
-        path or "batch": len(leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if _has_rows(leaf)
-    }
+    lengths = {path or "batch": len(leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if _has_rows(leaf)}
     if not lengths:
         raise ValueError(
-            "check: batch has no tensor with rows: give it a tensor, or a dict, list or tuple of tensors, with the samples along "
-            "dim 0; or a function that returns the batches of this rank"
+            "check: batch has no tensor with rows: give it a tensor, or a dict, list or tuple of tensors, with the samples "
+            "along dim 0; or a function that returns the batches of this rank"
         )
     if len(set(lengths.values())) > 1:
         raise ValueError(
