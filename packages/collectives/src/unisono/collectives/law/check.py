@@ -24,6 +24,9 @@ Splits = Sequence[str | Sequence[int]]
 Progress = Callable[[int, int, str], None]
 
 
+_PATIENCE = 600.0  # seconds for ranks to start, and for one process
+
+
 class CheckError(ValueError):
     """The step cannot be checked: it does not run in one process, or does not give the same twice."""
 
@@ -53,7 +56,7 @@ def check(
     steps: how many steps are taken, on the same batch. With a loader, all of its batches.
     tolerance: the largest relative deviation; 1e-8 in float64, 1e-3 in float32.
     dtype: float64, where rounding cannot hide anything; if the step does not run in it, float32.
-    timeout: seconds for a case; unless given, 30 times the time of one process and at least 20. What takes longer hangs.
+    timeout: seconds for a case; unless given, 30 times the time of one process and at least 60. What takes longer hangs.
 
     Compared with one process, after the same seed: the data, losses, all gradients when the optimizer gets them, parameters
     after the last step, buffers and metrics. The model needs no annotation: hooks see what it does.
@@ -113,15 +116,17 @@ def check_source(
     cases = list(_cases(world_sizes, splits, rows))
     report_progress = progress or (lambda done, total, text: None)
     report_progress(0, len(cases), "one process")
-    started = time.monotonic()
     whole = None if rows is None else (rows,)
-    reference, precision, float64 = _reference(source, whole, steps, dtype, timeout or 600.0)
+    _load(source, 1)
+    started = time.monotonic()
+    reference, precision, float64 = _reference(source, whole, steps, dtype, max(timeout or 0.0, _PATIENCE))
     if tolerance is not None:
         precision = precision._replace(tolerance=tolerance)
-    limit = timeout or max(20.0, 30 * (time.monotonic() - started))
+    limit = timeout or max(60.0, 30 * (time.monotonic() - started))
     report = Report("float64" if float64 else "float32", precision.tolerance, len(reference.steps))
     for number, case in enumerate(cases):
         report_progress(number, len(cases), str(case))
+        _load(source, case.world_size)  # after a failure, ranks are new
         comparison = _run_case(source, case, reference, precision, steps, float64, limit)
         report.add(CaseResult(case, comparison.deviations, None if comparison.ok else diagnose(comparison)))
         report.not_compared = comparison.not_compared() if comparison.ranks else report.not_compared
@@ -187,13 +192,24 @@ def _first_failure(failure: RanksFailed) -> str:
 def _run(
     source: Pickled | Script, world_size: int, sizes: tuple[int, ...] | None, steps: int, float64: bool, limit: float
 ) -> list[RankRecord]:
-    return run_ranks(_record_on_rank, source, sys.path, sizes, steps, float64, world_size=world_size, timeout=limit)
+    return run_ranks(_record_on_rank, source, sizes, steps, float64, world_size=world_size, timeout=limit)
 
 
-def _record_on_rank(
-    source: Pickled | Script, path: list[str], sizes: tuple[int, ...] | None, steps: int, float64: bool
-) -> RankRecord:
+def _load(source: Pickled | Script, world_size: int) -> None:
+    """Start the ranks and let them import what the step needs, so that this does not count as time of the step."""
+    try:
+        run_ranks(_load_on_rank, source, sys.path, world_size=world_size, timeout=_PATIENCE)
+    except RanksFailed as failure:
+        text = failure.reports[0].detail.rstrip().rpartition("\n")[2]
+        raise CheckError(f"check: ranks cannot import build, step or batch: {text}") from failure
+
+
+def _load_on_rank(source: Pickled | Script, path: list[str]) -> None:
     sys.path += [folder for folder in path if folder not in sys.path]
+    source.load()
+
+
+def _record_on_rank(source: Pickled | Script, sizes: tuple[int, ...] | None, steps: int, float64: bool) -> RankRecord:
     build, step, batch = source.load()
     return record_steps(build, step, batch, sizes=sizes, steps=steps, float64=float64)
 

@@ -189,8 +189,8 @@ def squared_factor(c: Comparison) -> Finding | None:
         return None
     return Finding(
         "squared_factor",
-        f"gradients are {c.world_size**2} times too large (W²): a gradient inside of the loss (a penalty) goes through a gather "
-        "and counts once for each rank, then is squared",
+        f"gradients are {c.world_size**2} times too large (W²): a gradient inside of the loss (a penalty) passes a gather, "
+        "counts once for each rank, and is squared",
         "Differentiate loss / world_size there, and only there: see Gradient penalties in the README of unisono.collectives",
     )
 
