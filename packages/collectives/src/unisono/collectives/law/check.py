@@ -24,6 +24,7 @@ Splits = Sequence[str | Sequence[int]]
 Progress = Callable[[int, int, str], None]
 
 
+_SCRIPT = "unisono-check "  # begins the names of modules that check_file imports
 _PATIENCE = 600.0  # seconds for ranks to start, and for one process
 
 
@@ -73,45 +74,8 @@ def check(
 
         print(check(build, step, {"x": torch.randn(12, 8), "y": torch.randn(12, 1)}))
     """
-    source = _pickled(build, step, batch)
-    return check_source(
-        source,
-        batch,
-        world_sizes=world_sizes,
-        splits=splits,
-        steps=steps,
-        tolerance=tolerance,
-        dtype=dtype,
-        timeout=timeout,
-        progress=progress,
-    )
-
-
-def check_file(path: str | Path, **options: Any) -> Report:
-    """check the `build`, `step` and `batch` of a Python file. A file may also set options: `splits = ("even",)`."""
-    source = Script(str(Path(path).resolve()))
-    module = source.module()
-    missing = [name for name in ("build", "step", "batch") if not hasattr(module, name)]
-    if missing:
-        raise CheckError(f"{path} has no {' and no '.join(missing)}: it needs functions build() and step(), and a batch")
-    own = {name: getattr(module, name) for name in ("world_sizes", "splits", "steps", "tolerance") if hasattr(module, name)}
-    return check_source(source, module.batch, **(own | options))
-
-
-def check_source(
-    source: Pickled | Script,
-    batch: Any,
-    *,
-    world_sizes: Sequence[int] = (1, 2, 3, 4),
-    splits: Splits = NAMES,
-    steps: int = 2,
-    tolerance: float | None = None,
-    dtype: Literal["float64", "float32"] | None = None,
-    timeout: float | None = None,
-    progress: Progress | None = None,
-) -> Report:
-    """check what the ranks load from `source`. The arguments are those of check."""
     _validate(world_sizes, splits, steps, tolerance, dtype)
+    source = _source(build, step, batch)
     rows = None if callable(batch) else count_rows(batch)
     cases = list(_cases(world_sizes, splits, rows))
     report_progress = progress or (lambda done, total, text: None)
@@ -135,6 +99,16 @@ def check_source(
             break
     report_progress(len(cases), len(cases), "done")
     return report
+
+
+def check_file(path: str | Path, **options: Any) -> Report:
+    """check the `build`, `step` and `batch` of a Python file. A file may also set options: `splits = ("even",)`."""
+    module = _import_file(str(Path(path).resolve()))
+    missing = [name for name in ("build", "step", "batch") if not hasattr(module, name)]
+    if missing:
+        raise CheckError(f"{path} has no {' and no '.join(missing)}: it needs functions build() and step(), and a batch")
+    own = {name: getattr(module, name) for name in ("world_sizes", "splits", "steps", "tolerance") if hasattr(module, name)}
+    return check(module.build, module.step, module.batch, **(own | options))
 
 
 def _run_case(
@@ -225,8 +199,14 @@ class Pickled:
         return loaded
 
 
-def _pickled(build: Any, step: Any, batch: Any) -> Pickled:
-    """Functions of a notebook, and functions inside functions, cannot be imported by ranks: cloudpickle sends their code."""
+def _source(build: Any, step: Any, batch: Any) -> Pickled | Script:
+    """Return how ranks get the functions: from the file of check_file, by their names, or by cloudpickle.
+
+    Functions of a notebook, and functions inside functions, cannot be imported: cloudpickle sends their code.
+    """
+    for function in (build, step):
+        if (name := getattr(function, "__module__", "")).startswith(_SCRIPT):
+            return Script(name.removeprefix(_SCRIPT))
     main = sys.modules["__main__"]
     in_notebook = any(getattr(fn, "__module__", "") == "__main__" for fn in (build, step)) and not hasattr(main, "__file__")
     if not in_notebook:
@@ -250,11 +230,8 @@ class Script:
 
     path: str
 
-    def module(self) -> ModuleType:
-        return _import_file(self.path)
-
     def load(self) -> tuple[Any, Any, Any]:
-        module = self.module()
+        module = _import_file(self.path)
         return module.build, module.step, module.batch
 
 
@@ -262,7 +239,7 @@ class Script:
 def _import_file(path: str) -> ModuleType:
     if not Path(path).is_file():
         raise CheckError(f"there is no file {path}: unisono-check --example {Path(path).name} writes one to start from")
-    name = Path(path).stem
+    name = _SCRIPT + path  # no other module has it
     sys.path.insert(0, str(Path(path).parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

@@ -1,10 +1,16 @@
 """The case did not end: a rank raises, exits or hangs."""
 
 import re
+import sysconfig
 from pathlib import Path
+
+import torch
 
 from unisono.collectives.law.comparison import Comparison
 from unisono.collectives.law.diagnoses.finding import Diagnosis, Finding
+
+_LIBRARIES = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
+_OUR_FILES = re.compile(r"/unisono/(collectives|contrastive|dataparallel|embedding)/")
 
 
 def skipped_collective(c: Comparison) -> Finding | None:
@@ -133,9 +139,8 @@ def _stack_lines(stack: str) -> tuple[str, bool]:
 
 
 def _user_place(innermost_first: list[tuple[str, str, str]]) -> str:
-    libraries = ("/torch/", "/unisono/", "/multiprocessing/", "/unittest/", "<frozen", "<string>", "contextlib.py")
     for path, line, function in innermost_first:
-        if not any(part in path for part in libraries):
+        if not path.startswith((*_LIBRARIES, "<")) and not _OUR_FILES.search(path):
             return f"{Path(path).name}:{line} in {function}"
     return ""
 
