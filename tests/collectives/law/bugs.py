@@ -425,6 +425,18 @@ class OverlappingSamples(Loader):
         return DataLoader(Loader.data, batch_size=14 // dist.get_world_size(), sampler=sampler)
 
 
+class OtherOrder(Loader):
+    """accelerate unless use_seedable_sampler is set: several processes shuffle with another generator than one."""
+
+    cause = "other_order"
+    options = {"world_sizes": (1, 2)}  # noqa: RUF012
+
+    @staticmethod
+    def batch():
+        sampler = DistributedSampler(Loader.data, seed=dist.get_world_size())
+        return DataLoader(Loader.data, batch_size=2 // dist.get_world_size(), sampler=sampler)
+
+
 class GrowingBatch(Loader):
     """catalyst-team/catalyst#1023, LoicGrobol/zeldarose#1: the batch size is that of one rank."""
 

@@ -97,6 +97,7 @@ def test_batch_that_cannot_be_split_is_rejected(batch, text):
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"tolerance": -1.0}, "tolerance=-1.0 must be above 0"),
         ({"dtype": "float16"}, "dtype='float16' must be"),
+        ({"dropout": False}, "dropout=False must be"),
     ],
 )
 def test_bad_options_are_rejected(options, text):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from unisono.collectives.law.comparison import FLOAT32, FLOAT64, Case, Comparison, Precision
 from unisono.collectives.law.diagnoses import diagnose
-from unisono.collectives.law.record import RankRecord, record_steps
+from unisono.collectives.law.record import Plan, RankRecord, record_steps
 from unisono.collectives.law.report import CaseResult, Report
 from unisono.collectives.law.splits import NAMES, count_rows, split_sizes
 from unisono.collectives.testing.pool import RanksFailed, run_ranks
@@ -34,14 +34,15 @@ class CheckError(ValueError):
 
 def check(
     build: Callable[[], Any],
-    step: Callable[..., Any],
-    batch: Any,
+    step: Callable[..., Any] | None = None,
+    batch: Any = None,
     *,
     world_sizes: Sequence[int] = (1, 2, 3, 4),
     splits: Splits = NAMES,
     steps: int = 2,
     tolerance: float | None = None,
     dtype: Literal["float64", "float32"] | None = None,
+    dropout: Literal["on", "off"] = "on",
     timeout: float | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -53,10 +54,14 @@ def check(
         them itself and returns the loss. Either may return (loss, {"metric": value}).
     batch: the whole batch, a tensor or a tree of tensors with the samples along dim 0; each rank gets its rows. 12 rows can
         be divided evenly by 1, 2, 3 and 4. Or a function: called on each rank, it returns that rank's batches (a DataLoader).
+        Or nothing, and build returns (model, optimizer, loader), as accelerator.prepare does.
+    A Hugging Face Trainer has its own step and loader: `check(build)`, where build returns the Trainer. Its
+        per_device_train_batch_size is that of one process, and is divided by the number of ranks.
     splits: "even", "uneven", "empty" (the last rank has no rows), or the number of rows of each rank.
     steps: how many steps are taken, on the same batch. With a loader, all of its batches.
     tolerance: the largest relative deviation; 1e-8 in float64, 1e-3 in float32.
     dtype: float64, where rounding cannot hide anything; if the step does not run in it, float32.
+    dropout: "off" sets the probabilities of the model's dropout modules to 0, since ranks draw other numbers than one process.
     timeout: seconds for a case; unless given, 30 times the time of one process and at least 60. What takes longer hangs.
 
     Compared with one process, after the same seed: the data, losses, all gradients when the optimizer gets them, parameters
@@ -74,16 +79,17 @@ def check(
 
         print(check(build, step, {"x": torch.randn(12, 8), "y": torch.randn(12, 1)}))
     """
-    _validate(world_sizes, splits, steps, tolerance, dtype)
+    _validate(world_sizes, splits, steps, tolerance, dtype, dropout)
     source = _source(build, step, batch)
-    rows = None if callable(batch) else count_rows(batch)
+    rows = None if batch is None or callable(batch) else count_rows(batch)
+    plan = Plan(steps, dropout)
     cases = list(_cases(world_sizes, splits, rows))
     report_progress = progress or (lambda done, total, text: None)
     report_progress(0, len(cases), "one process")
     whole = None if rows is None else (rows,)
     _load(source, 1)
     started = time.monotonic()
-    reference, precision, float64 = _reference(source, whole, steps, dtype, max(timeout or 0.0, _PATIENCE))
+    reference, precision, float64 = _reference(source, whole, plan, dtype, max(timeout or 0.0, _PATIENCE))
     if tolerance is not None:
         precision = precision._replace(tolerance=tolerance)
     limit = timeout or max(60.0, 30 * (time.monotonic() - started))
@@ -91,7 +97,7 @@ def check(
     for number, case in enumerate(cases):
         report_progress(number, len(cases), str(case))
         _load(source, case.world_size)  # after a failure, ranks are new
-        comparison = _run_case(source, case, reference, precision, steps, float64, limit)
+        comparison = _run_case(source, case, reference, precision, plan, float64, limit)
         report.add(CaseResult(case, comparison.deviations, None if comparison.ok else diagnose(comparison)))
         report.not_compared = comparison.not_compared() if comparison.ranks else report.not_compared
         if comparison.failure is not None and any(r.state == "hung" for r in comparison.failure.reports):
@@ -105,29 +111,33 @@ def check_file(path: str | Path, **options: Any) -> Report:
     """check the `build`, `step` and `batch` of a Python file. A file may also set options: `splits = ("even",)`."""
     module = _import_file(str(Path(path).resolve()))
     missing = [name for name in ("build", "step", "batch") if not hasattr(module, name)]
-    if missing:
+    if "build" in missing:  # without the others, it returns a Trainer
         raise CheckError(f"{path} has no {' and no '.join(missing)}: it needs functions build() and step(), and a batch")
-    own = {name: getattr(module, name) for name in ("world_sizes", "splits", "steps", "tolerance") if hasattr(module, name)}
-    return check(module.build, module.step, module.batch, **(own | options))
+    own = {
+        name: getattr(module, name)
+        for name in ("world_sizes", "splits", "steps", "tolerance", "dropout")
+        if hasattr(module, name)
+    }
+    return check(*_read_module(module), **(own | options))
 
 
 def _run_case(
-    source: Pickled | Script, case: Case, reference: RankRecord, precision: Precision, steps: int, float64: bool, limit: float
+    source: Pickled | Script, case: Case, reference: RankRecord, precision: Precision, plan: Plan, float64: bool, limit: float
 ) -> Comparison:
     try:
-        ranks = _run(source, case.world_size, case.sizes, steps, float64, limit)
+        ranks = _run(source, case.world_size, case.sizes, plan, float64, limit)
     except RanksFailed as failure:
         return Comparison(case, reference, [], precision, failure)
     return Comparison(case, reference, ranks, precision)
 
 
 def _reference(
-    source: Pickled | Script, sizes: tuple[int, ...] | None, steps: int, dtype: str | None, limit: float
+    source: Pickled | Script, sizes: tuple[int, ...] | None, plan: Plan, dtype: str | None, limit: float
 ) -> tuple[RankRecord, Precision, bool]:
     """Return the record of one process with the whole batch, in float64 if the step runs in it."""
     for float64 in [dtype != "float32"] if dtype else [True, False]:
         try:
-            first, second = (_run(source, 1, sizes, steps, float64, limit)[0] for _ in range(2))
+            first, second = (_run(source, 1, sizes, plan, float64, limit)[0] for _ in range(2))
         except RanksFailed as failure:
             if float64 and not dtype:
                 continue
@@ -164,9 +174,9 @@ def _first_failure(failure: RanksFailed) -> str:
 
 
 def _run(
-    source: Pickled | Script, world_size: int, sizes: tuple[int, ...] | None, steps: int, float64: bool, limit: float
+    source: Pickled | Script, world_size: int, sizes: tuple[int, ...] | None, plan: Plan, float64: bool, limit: float
 ) -> list[RankRecord]:
-    return run_ranks(_record_on_rank, source, sizes, steps, float64, world_size=world_size, timeout=limit)
+    return run_ranks(_record_on_rank, source, sizes, plan, float64, world_size=world_size, timeout=limit)
 
 
 def _load(source: Pickled | Script, world_size: int) -> None:
@@ -183,9 +193,9 @@ def _load_on_rank(source: Pickled | Script, path: list[str]) -> None:
     source.load()
 
 
-def _record_on_rank(source: Pickled | Script, sizes: tuple[int, ...] | None, steps: int, float64: bool) -> RankRecord:
+def _record_on_rank(source: Pickled | Script, sizes: tuple[int, ...] | None, plan: Plan, float64: bool) -> RankRecord:
     build, step, batch = source.load()
-    return record_steps(build, step, batch, sizes=sizes, steps=steps, float64=float64)
+    return record_steps(build, step, batch, sizes=sizes, plan=plan, float64=float64)
 
 
 @dataclass(frozen=True)
@@ -232,7 +242,11 @@ class Script:
 
     def load(self) -> tuple[Any, Any, Any]:
         module = _import_file(self.path)
-        return module.build, module.step, module.batch
+        return _read_module(module)
+
+
+def _read_module(module: ModuleType) -> tuple[Any, Any, Any]:
+    return module.build, getattr(module, "step", None), getattr(module, "batch", None)
 
 
 @cache
@@ -271,7 +285,9 @@ def _cases(world_sizes: Iterable[int], splits: Splits, rows: int | None) -> Iter
                 yield Case(world_size, split if isinstance(split, str) else "given", sizes)
 
 
-def _validate(world_sizes: Sequence[int], splits: Splits, steps: int, tolerance: float | None, dtype: str | None) -> None:
+def _validate(
+    world_sizes: Sequence[int], splits: Splits, steps: int, tolerance: float | None, dtype: str | None, dropout: str
+) -> None:
     for split in splits:
         if isinstance(split, str) and split not in NAMES:
             raise ValueError(f"check: splits: {split!r} must be one of {', '.join(NAMES)}, or the numbers of rows of the ranks")
@@ -283,3 +299,5 @@ def _validate(world_sizes: Sequence[int], splits: Splits, steps: int, tolerance:
         raise ValueError(f"check: tolerance={tolerance} must be above 0")
     if dtype not in (None, "float64", "float32"):
         raise ValueError(f'check: dtype={dtype!r} must be "float64", "float32" or None')
+    if dropout not in ("on", "off"):
+        raise ValueError(f'check: dropout={dropout!r} must be "on" or "off"')

@@ -126,8 +126,18 @@ class Comparison:
 
     def data_counts(self) -> tuple[Counter[tuple[float, ...]], list[Counter[tuple[float, ...]]]]:
         """Return how often the reference, and each rank, had each sample in all steps together."""
-        scale = max((float(step.data.abs().max()) for step in self.reference.steps if len(step.data)), default=1.0)
-        return _count_rows(self.reference, scale), [_count_rows(record, scale) for record in self.ranks]
+        return _count_rows(self.reference.steps, self._data_scale), [
+            _count_rows(record.steps, self._data_scale) for record in self.ranks
+        ]
+
+    def has_same_samples(self, k: int) -> bool:
+        """Return whether the ranks together had the samples of the reference in step `k`."""
+        expected = _count_rows([self.reference.steps[k]], self._data_scale)
+        return expected == _count_rows([record.steps[k] for record in self.ranks], self._data_scale)
+
+    @cached_property
+    def _data_scale(self) -> float:
+        return max((float(step.data.abs().max()) for step in self.reference.steps if len(step.data)), default=1.0)
 
     def _data_deviation(self) -> float:
         """Return the part of the samples that the ranks together have too often or not often enough."""
@@ -409,8 +419,8 @@ def _local_vector(step: StepRecord, names: list[str]) -> Tensor:
     return torch.stack(passes).sum(0) if passes else torch.zeros(WIDTH * len(names), dtype=torch.float64)
 
 
-def _count_rows(record: RankRecord, scale: float) -> Counter[tuple[float, ...]]:
-    return Counter(row for step in record.steps for row in _rounded_rows(step.data, scale))
+def _count_rows(steps: Iterable[StepRecord], scale: float) -> Counter[tuple[float, ...]]:
+    return Counter(row for step in steps for row in _rounded_rows(step.data, scale))
 
 
 def _first_call(step: StepRecord, name: str) -> ModuleCall:
