@@ -38,7 +38,7 @@ class GlobalMean(Clean):
 class OwnSync(Clean):
     """No DDP, Adam, clipping after the sync, a metric with its own denominator, and a loss that is returned as a number."""
 
-    options = EVERY_SPLIT
+    options = {"world_sizes": (1, 2, 3, 4), "resume": True}  # noqa: RUF012
 
     @staticmethod
     def build():
@@ -80,7 +80,7 @@ class Accumulation(Clean):
 
 
 class FSDP2(Clean):
-    options = TWO_RANKS
+    options = {"world_sizes": (1, 2), "splits": ("even", "uneven"), "resume": True}  # noqa: RUF012
 
     @staticmethod
     def build():
@@ -215,7 +215,7 @@ class Checkpointing(Clean):
 class LoaderWithSampler(Clean):
     """12 samples, shuffled alike, and a batch size that is divided by the ranks."""
 
-    options = {"world_sizes": (1, 2, 3)}  # noqa: RUF012
+    options = {"world_sizes": (1, 2, 3), "resume": True}  # noqa: RUF012
     data = TensorDataset(rows(12, 6), rows(12, 1, seed=1))
 
     @staticmethod

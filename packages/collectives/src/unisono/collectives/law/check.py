@@ -7,8 +7,9 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -43,6 +44,7 @@ def check(
     tolerance: float | None = None,
     dtype: Literal["float64", "float32"] | None = None,
     dropout: Literal["on", "off"] = "on",
+    resume: bool = False,
     timeout: float | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -62,6 +64,8 @@ def check(
     tolerance: the largest relative deviation; 1e-8 in float64, 1e-3 in float32.
     dtype: float64, where rounding cannot hide anything; if the step does not run in it, float32.
     dropout: "off" sets the probabilities of the model's dropout modules to 0, since ranks draw other numbers than one process.
+    resume: also save the state_dicts of model and optimizer after half of the steps, load them on another number of ranks (1 on
+        1, 1 on 2, 2 on 3, …, the last on 1), go on, and compare with the run that was not interrupted.
     timeout: seconds for a case; unless given, 30 times the time of one process and at least 60. What takes longer hangs.
 
     Compared with one process, after the same seed: the data, losses, all gradients when the optimizer gets them, parameters
@@ -80,9 +84,11 @@ def check(
         print(check(build, step, {"x": torch.randn(12, 8), "y": torch.randn(12, 1)}))
     """
     _validate(world_sizes, splits, steps, tolerance, dtype, dropout)
+    if resume and step is None:
+        raise ValueError("check: resume: a Trainer saves and loads its own checkpoints, and they are not checked")
     source = _source(build, step, batch)
     rows = None if batch is None or callable(batch) else count_rows(batch)
-    plan = Plan(steps, dropout)
+    plan = Plan(steps if rows is not None or step is None else sys.maxsize, dropout)
     cases = list(_cases(world_sizes, splits, rows))
     report_progress = progress or (lambda done, total, text: None)
     report_progress(0, len(cases), "one process")
@@ -103,8 +109,41 @@ def check(
         if comparison.failure is not None and any(r.state == "hung" for r in comparison.failure.reports):
             report.skipped = len(cases) - number - 1  # each of them would wait as long again
             break
+    if resume and report.ok:
+        _check_resume(report, source, reference, precision, plan, limit, [*world_sizes], splits, rows)
     report_progress(len(cases), len(cases), "done")
     return report
+
+
+def _check_resume(
+    report: Report,
+    source: Pickled | Script,
+    reference: RankRecord,
+    precision: Precision,
+    plan: Plan,
+    limit: float,
+    world_sizes: list[int],
+    splits: Splits,
+    rows: int | None,
+) -> None:
+    """Add the cases that save after half of the steps on one number of ranks, and go on on another."""
+    half = len(reference.steps) // 2
+    if not half:
+        raise CheckError("check: resume needs at least two steps: one before the state is saved, and one after")
+    rest = replace(reference, steps=reference.steps[half:])
+    cases = {case.world_size: case for case in [*_cases(world_sizes, splits, rows)][::-1]}
+    cases[1] = Case(1, "whole batch", None if rows is None else (rows,))
+    sizes = sorted(cases)
+    for before, after in [(1, 1), *pairwise([*sizes, 1])]:
+        float64 = report.dtype == "float64"
+        saving = replace(plan, steps=half, saves=True)
+        state = _run(source, before, cases[before].sizes, saving, float64, limit)[0].state
+        going_on = replace(plan, first=half, state=state)
+        case = replace(cases[after], resumed_from=before)
+        comparison = _run_case(source, case, rest, precision, going_on, float64, limit)
+        report.add(CaseResult(case, comparison.deviations, None if comparison.ok else diagnose(comparison)))
+        if not report.ok:
+            return  # the others would say the same
 
 
 def check_file(path: str | Path, **options: Any) -> Report:
@@ -113,11 +152,8 @@ def check_file(path: str | Path, **options: Any) -> Report:
     missing = [name for name in ("build", "step", "batch") if not hasattr(module, name)]
     if "build" in missing:  # without the others, it returns a Trainer
         raise CheckError(f"{path} has no {' and no '.join(missing)}: it needs functions build() and step(), and a batch")
-    own = {
-        name: getattr(module, name)
-        for name in ("world_sizes", "splits", "steps", "tolerance", "dropout")
-        if hasattr(module, name)
-    }
+    names = ("world_sizes", "splits", "steps", "tolerance", "dropout", "resume")
+    own = {name: getattr(module, name) for name in names if hasattr(module, name)}
     return check(*_read_module(module), **(own | options))
 
 

@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tolerance", type=float, help="largest relative deviation; default: 1e-8, in float32 1e-3")
     parser.add_argument("--dtype", choices=("float64", "float32"), help="default: float64 if the step runs in it")
     parser.add_argument("--dropout", choices=("on", "off"), help="off: dropout probabilities are 0; default: on")
+    parser.add_argument("--resume", action="store_const", const=True, help="save and go on on other numbers of ranks, too")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each case; what takes longer hangs")
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write the report as a page, too")
     parser.add_argument("--no-color", action="store_true", help="no colours; NO_COLOR in the environment does the same")

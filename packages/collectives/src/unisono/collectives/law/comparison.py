@@ -41,10 +41,12 @@ class Case:
     world_size: int
     split: str  # its name
     sizes: tuple[int, ...] | None  # rows of each rank; None: the user's own loader
+    resumed_from: int | None = None  # the number of ranks that saved the state
 
     def __str__(self) -> str:
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
-        return f"{ranks}, {self.split}" + (f" {'+'.join(map(str, self.sizes))}" if self.sizes else "")
+        sizes = f" {'+'.join(map(str, self.sizes))}" if self.sizes else ""
+        return f"{ranks}, {self.split}{sizes}" + (f", resumed from {self.resumed_from}" if self.resumed_from else "")
 
 
 class Difference(NamedTuple):

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, cast
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.collectives.law.adapters import reset_accelerate, run_trainer
 from unisono.collectives.law.fingerprint import WIDTH, fingerprint, fingerprint_rows
+from unisono.collectives.law.resume import load_state, save_state
 from unisono.collectives.law.splits import as_float64, take_rows, tensors_with_rows
 from unisono.collectives.traffic import collective_call
 
@@ -87,14 +89,18 @@ class RankRecord:
     hyperparameters: list[dict[str, float]] = field(default_factory=list)  # for each parameter group
     is_float64: bool = True
     steps: list[StepRecord] = field(default_factory=list)
+    state: dict[str, Any] | None = None  # after the last step, on rank 0, if the plan says so
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs of a check do alike."""
+    """Which steps a run takes, and how."""
 
-    steps: int
+    steps: int  # the step after the last one
     dropout: Literal["on", "off"] = "on"
+    first: int = 0  # steps before it are left out
+    state: dict[str, Any] | None = None  # to go on from
+    saves: bool = False  # the state after the last step
 
 
 class LossError(TypeError):
@@ -135,8 +141,16 @@ def record_steps(
         else:
             models, optimizers, loader = _read_build(build())
             recorder = start(models, optimizers)
-            for part in _batches(batch if loader is None else lambda: loader, sizes, plan.steps, float64):
+            parts = _batches(batch if loader is None else lambda: loader, sizes, plan.steps, float64)
+            for _ in range(plan.first):
+                next(parts)
+            if plan.state is not None:
+                load_state(models, recorder.optimizers, plan.state)
+            for part in parts:
                 recorder.run_step(step, models, optimizers, part)
+            if plan.saves:
+                state = save_state(models, recorder.optimizers)
+                recorder.record.state = state if rank == 0 else None
         recorder.finish()
     return recorder.record
 
@@ -156,7 +170,7 @@ def _batches(batch: Any, sizes: tuple[int, ...] | None, steps: int, float64: boo
         part = take_rows(batch, start, start + sizes[dist.get_rank()])
         yield from [as_float64(part) if float64 else part] * steps
     else:  # the user's own loader
-        for part in batch():
+        for part in islice(batch(), steps):
             yield as_float64(part) if float64 else part
 
 
