@@ -228,6 +228,29 @@ class LoaderWithSampler(Clean):
         return F.mse_loss(model(batch[0]), batch[1])
 
 
+class PaddedTokens(Clean):
+    """Each rank pads its sentences to its longest one, with -1."""
+
+    options = {"world_sizes": (1, 2, 3)}  # noqa: RUF012
+    tokens = torch.where(torch.arange(9) < torch.arange(3, 9)[:, None], torch.arange(54).view(6, 9) % 7, -1)
+
+    @staticmethod
+    def build():
+        model = DistributedDataParallel(nn.Embedding(8, 1))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @staticmethod
+    def batch():
+        part = PaddedTokens.tokens[dist.get_rank() :: dist.get_world_size()]
+        return [{"tokens": part[:, : int((part >= 0).sum(1).max())], "y": part[:, 0].double()}]
+
+    @staticmethod
+    def step(model, batch):
+        tokens = batch["tokens"]
+        values = model(tokens.clamp(min=0)).squeeze(2) - batch["y"][:, None]
+        return global_mean(values.square(), weights=(tokens >= 0).double())
+
+
 class Float32(Clean):
     """A model that insists on float32, with Adam and a bias without a gradient (a shift before a norm)."""
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.collectives.law.adapters import reset_accelerate, run_trainer
-from unisono.collectives.law.fingerprint import WIDTH, fingerprint, fingerprint_rows
+from unisono.collectives.law.fingerprint import fingerprint, fingerprint_rows
 from unisono.collectives.law.resume import load_state, save_state
 from unisono.collectives.law.splits import as_float64, take_rows, tensors_with_rows
 from unisono.collectives.traffic import collective_call
@@ -61,7 +61,8 @@ class CollectiveCall:
 class StepRecord:
     """One step on one rank."""
 
-    data: Tensor = field(default_factory=lambda: torch.zeros(0, WIDTH, dtype=torch.float64))  # a fingerprint for each row
+    data: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))  # fingerprints of each row's tensors
+    widths: list[list[int]] = field(default_factory=list)  # elements in a row of each tensor, for each micro-batch
     loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
@@ -379,7 +380,9 @@ class Recorder:
     def add_rows(self, batch: Any) -> None:
         """Record that the current step reads the rows of `batch`."""
         assert self.step is not None
-        self.step.data = torch.cat([self.step.data, _rows_of(batch)])
+        rows, widths = _rows_of(batch)
+        self.step.data = torch.cat([self.step.data, rows]) if self.step.widths else rows
+        self.step.widths.append(widths)
 
     def add_loss(self, loss: float) -> None:
         """Add the loss of a micro-batch to that of the current step."""
@@ -427,14 +430,13 @@ def read_result(result: Any) -> tuple[Tensor | float, dict[str, float]]:
     return result, {key: float(value) for key, value in scalars.items() if isinstance(value, (Tensor, int, float))}
 
 
-def _rows_of(batch: Any) -> Tensor:
-    """Return one fingerprint for each sample, of all its tensors together."""
+def _rows_of(batch: Any) -> tuple[Tensor, list[int]]:
+    """Return the fingerprints of each sample, those of its tensors side by side; and how many elements each tensor has."""
     leaves = tensors_with_rows(batch)
-    total = torch.zeros(len(leaves[0]) if leaves else 0, WIDTH, dtype=torch.float64)
-    for number, leaf in enumerate(leaves):
-        if len(leaf) == len(total):
-            total += fingerprint_rows(leaf) * (1 + number) ** 0.5
-    return total
+    leaves = [leaf for leaf in leaves if len(leaf) == len(leaves[0])]
+    if not leaves:
+        return torch.zeros(0, 0, dtype=torch.float64), []
+    return torch.cat([fingerprint_rows(leaf) for leaf in leaves], dim=1), [leaf.shape[1:].numel() for leaf in leaves]
 
 
 def _add(totals: dict[Any, Tensor], key: Any, value: Tensor) -> None:
