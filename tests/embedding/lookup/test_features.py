@@ -1,14 +1,18 @@
 """The features of a batch joined: compiled, by torch's operations, and as on a GPU, all the same."""
 
+import importlib.util
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from unisono.embedding import EmbeddingCollection, KeyedRagged, Layout, Ragged, Table
+from unisono.collectives import simulate_rank
+from unisono.collectives.ledger.fake_values import known_values
+from unisono.embedding import EmbeddingCollection, KeyedRagged, Layout, Ragged, RowwiseAdagrad, Table
 from unisono.embedding.lookup import compiled, features, kernels
 from unisono.embedding.lookup.features import JoinedFeatures, join_features
+from unisono.embedding.lookup.input_dist import agree_on_requests
 from unisono.embedding.lookup.kernels import Deduplicating, deduplicate
 from unisono.embedding.lookup.storage import ShardStorage
 from unisono.embedding.sharding.layouts import chunk, chunk_size
@@ -156,3 +160,41 @@ def test_deduplicating_as_on_a_gpu():
         for name in ("unique", "order", "starts", "counts", "inverse"):
             assert torch.equal(getattr(found, name), getattr(expected, name))
         assert cuts[1] == int((expected.unique < 7).sum())
+
+
+def count_step(plan: str, tables: int, *, keyed: bool) -> tuple[int, int, int]:
+    """Kernels and host waits of a step on a simulated GPU, and the waits of what remains to do after a prefetch."""
+    with simulate_rank(4, 1) as ledger, known_values(ledger):
+        collection = EmbeddingCollection(
+            [Table(f"t{k}", 500, 16) for k in range(tables)], plan=plan, optimizer=RowwiseAdagrad(lr=0.1), device="cuda"
+        )
+        batch = {f"t{k}": Ragged.from_dense(torch.arange(12).view(6, 2) * (41 + 2 * k) % 500) for k in range(tables)}
+        features = KeyedRagged.from_dict(batch) if keyed else batch
+        if isinstance(features, KeyedRagged):
+            features = features._replace(values=features.values.cuda(), lengths=features.lengths.cuda())
+        else:
+            features = {name: Ragged(x.values.cuda(), x.offsets.cuda()) for name, x in features.items()}
+        for _ in range(2):  # the first step makes the constants of the order of features
+            ledger.reset()
+            torch.cat([*collection(features).values()]).sum().backward()
+        kernels, waits = ledger.kernels, len(ledger.host_syncs)
+        storage = collection.engine.storage
+        requests = agree_on_requests(storage, features, storage.ranks)
+        ledger.reset()
+        found = collection.engine.finish(collection.engine.send(requests, storage.ranks))
+        torch.cat([*found.values()]).sum().backward()
+        return kernels, waits, len(ledger.host_syncs)
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need a torch built with CUDA")
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("plan", ["row", "table"])
+def test_kernels_and_waits_do_not_grow_with_the_number_of_features(plan, keyed):
+    few, many = count_step(plan, 8, keyed=keyed), count_step(plan, 24, keyed=keyed)
+    assert few == many
+    kernels, waits, waits_after_prefetch = many
+    has_triton = importlib.util.find_spec("triton") is not None
+    assert waits_after_prefetch == (0 if has_triton else 1)
+    # A keyed batch on the owners' order tells the host nothing about its features: it waits for their numbers of ids, too.
+    assert waits == 1 + waits_after_prefetch + (keyed and plan == "table")
+    assert kernels <= (70 if has_triton else 90)
