@@ -7,12 +7,15 @@ from torch import Tensor, nn
 
 from unisono.embedding import Ragged
 from unisono_models.recommender.config import ModelConfig
-from unisono_models.recommender.data.batch import Ids, take_slices
+from unisono_models.recommender.data.batch import Ids
 from unisono_models.recommender.model.tables import EmbeddingTables
 
 
 class SASRec(nn.Module):
     """A transformer over the items of a user, in order of time. Its outputs lie in the space of the items' embeddings.
+
+    forward: (rows, `config.length`, dim), the embeddings of items, to as many vectors for what comes next after each. They
+    depend on the items before, so padding belongs at the end of a row.
 
     A layer for each width in `config.hidden`, that of its feed-forward part. One table serves inputs and outputs: the score
     of an item is the dot product of its embedding with the output. `config.items[0]` is the feature of the items.
@@ -26,40 +29,43 @@ class SASRec(nn.Module):
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(_make_layer(config, width) for width in config.hidden)
 
-    def encode(self, vectors: Tensor, lengths: Tensor) -> Tensor:
-        """Turn the embeddings of sequences into a vector for what comes next after each item: (ids, dim).
-
-        Args:
-            vectors: (ids, dim), one sequence after the other.
-            lengths: int64 (sequences,), at most `config.length` each.
-        """
-        length, rows = self.config.length, max(len(lengths), 1)  # attention takes no empty batch: a row of zeros stands in
-        starts = lengths.cumsum(0) - lengths
-        shift = torch.arange(len(lengths), device=lengths.device) * length - starts
-        places = torch.arange(len(vectors), device=vectors.device)
-        places = places + shift.repeat_interleave(lengths, output_size=len(vectors))
-        padded = vectors.new_zeros(rows * length, vectors.shape[1]).index_copy(0, places, vectors)
-        x = self.dropout(self.input_norm(padded.view(rows, length, -1) + self.positions))
-        # Padding stands at the end, where no item attends to it.
-        mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device, dtype=x.dtype)
+    def forward(self, vectors: Tensor) -> Tensor:
+        x: Tensor = self.dropout(self.input_norm(vectors + self.positions))
+        mask = nn.Transformer.generate_square_subsequent_mask(self.config.length, device=x.device, dtype=x.dtype)
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
-        outputs: Tensor = x.flatten(0, 1).index_select(0, places)
-        return outputs
+        return x
+
+    def encode(self, vectors: Tensor, lengths: Tensor) -> Tensor:
+        """Compute the outputs after each item of sequences that stand end to end: (ids, dim), as the embeddings `vectors`.
+
+        lengths: int64 (sequences,), at most `config.length` each.
+        """
+        length = self.config.length
+        shift = torch.arange(len(lengths), device=lengths.device) * length - (lengths.cumsum(0) - lengths)
+        places = shift.repeat_interleave(lengths, output_size=len(vectors))
+        places = places + torch.arange(len(vectors), device=lengths.device)
+        padded = vectors.new_zeros(len(lengths) * length, vectors.shape[1]).index_copy(0, places, vectors)
+        outputs: Tensor = self(padded.view(len(lengths), length, -1))
+        return outputs.flatten(0, 1).index_select(0, places)
 
     def encode_users(self, ids: Mapping[str, Ids]) -> Tensor:
         """Embed users by their items so far, in order of time: (rows, dim). Only the last `config.length` items count.
 
         A user without items has a vector of zeros. All ranks call.
         """
-        items = ids[self.config.items[0]]
+        name, length = self.config.items[0], self.config.length
+        items = ids[name]
         assert isinstance(items, Ragged)
-        left_out = (items.lengths() - self.config.length).clamp(min=0)
-        lengths = items.lengths() - left_out
-        recent = take_slices(items, torch.arange(len(lengths), device=lengths.device), left_out, lengths)
-        outputs = self.encode(self.encode_items({self.config.items[0]: recent.values}), lengths)
-        filled = (lengths > 0).nonzero().squeeze(1)
-        return outputs.new_zeros(len(lengths), self.config.dim).index_copy(0, filled, outputs[recent.offsets[1:][filled] - 1])
+        lengths = items.lengths().clamp(max=length)
+        place = torch.arange(length, device=lengths.device)
+        with_padding = torch.cat([items.values.new_zeros(1), items.values])
+        taken = (items.offsets[1:] - lengths)[:, None] + 1 + place
+        taken = torch.where(place < lengths[:, None], taken, 0)
+        vectors = self.encode_items({name: with_padding[taken].flatten()}).unflatten(0, taken.shape)
+        last = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, self.config.dim)
+        outputs: Tensor = self(vectors).gather(1, last).squeeze(1)
+        return outputs * (lengths > 0)[:, None]
 
     def encode_items(self, ids: Mapping[str, Ids]) -> Tensor:
         """Embed items by their ids: (rows, dim). All ranks call."""

@@ -44,7 +44,15 @@ class ServedTower(nn.Module):
         self.model, self.side = model, side
 
     def forward(self, ids: ServedIds) -> Tensor:
-        return self.model.encode_users(_as_ids(ids)) if self.side == "users" else self.model.encode_items(_as_ids(ids))
+        if self.side == "items":
+            return self.model.encode_items(_as_ids(ids))
+        if isinstance(self.model, TwoTower):
+            return self.model.encode_users(_as_ids(ids))
+        # Two more users without items: torch's attention would make a program that refuses a batch of one row, or of none.
+        name = self.model.config.items[0]
+        items, offsets = ids[name]
+        bags = Ragged(items, torch.cat([offsets, offsets[-1:], offsets[-1:]]))
+        return self.model.encode_users({name: bags})[:-2]
 
 
 def _as_ids(ids: ServedIds) -> dict[str, Ids]:
