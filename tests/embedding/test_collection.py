@@ -1,6 +1,7 @@
 """Many tables in one collection: one exchange, any mixture of layouts, and what one process gives."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 from tests.embedding.reference import DIM, ROWS, embedding_bag, layouts, local_gradient
 from unisono.collectives import MismatchError, count_bytes
-from unisono.embedding import SGD, Adam, EmbeddingCollection, Layout, Ragged, RowwiseAdagrad, Table
+from unisono.embedding import SGD, Adam, EmbeddingCollection, KeyedRagged, Layout, Ragged, RowwiseAdagrad, Table
+from unisono.embedding.lookup import features, kernels
 
 TABLES = [
     Table("user", 13, 4, features=["user"], mode="sum"),
@@ -107,6 +109,50 @@ def plans(size: int) -> list:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_collection_matches_one_process(size, ranks):
     ranks(matches, plans(size), False, world_size=size)
+
+
+def matches_as_on_a_gpu(plans: list) -> None:
+    """All steps as where the host would have to wait for numbers."""
+    with (
+        mock.patch.object(features, "is_on_host", return_value=False),
+        mock.patch.object(kernels, "is_on_host", return_value=False),
+    ):
+        matches(plans, ahead=False)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_steps_of_a_gpu_match_one_process(size, ranks):
+    ranks(matches_as_on_a_gpu, plans(size), world_size=size)
+
+
+def keyed_features_give_the_same(plan: Any) -> None:
+    """On a rank without bags, too."""
+    rank = dist.get_rank()
+    tables = [Table("a", 11, 4), Table("b", 7, 4, mode="mean", padding_idx=2), Table("c", 5, 2, mode=None), Table("d", 6, 4)]
+    bags = 2 * rank
+    lists = {table.name: [[(7 * k + j) % table.rows for j in range(k % 3)] for k in range(bags)] for table in tables}
+    batch = {name: Ragged.from_lists(found) for name, found in lists.items()}
+    results = []
+    for given in (batch, KeyedRagged.from_dict(batch), KeyedRagged.from_dict({name: batch[name] for name in "cadb"})):
+        torch.manual_seed(3)
+        collection = EmbeddingCollection(tables, plan=plan, optimizer=RowwiseAdagrad(lr=0.1))
+        for ahead in (False, True):
+            if ahead:
+                collection.prefetch(given)
+            found = collection(given)
+            assert [*found] == [*(given.names if isinstance(given, KeyedRagged) else given)]
+            rows = [x.values if isinstance(x := found[name], Ragged) else x for name in batch]
+            sum((x * torch.linspace(0, 1, x.numel()).view_as(x)).sum() for x in rows).backward()
+        assert isinstance(found["c"], Ragged) and torch.equal(found["c"].offsets, batch["c"].offsets)
+        results.append([*(x.detach() for x in rows), *(collection.full_weight(table.name) for table in tables)])
+    assert all(torch.equal(x, y) for other in results[1:] for x, y in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "plan", ["row", "table", "column", {"a": "row", "b": "table", "c": "replicated", "d": "table"}], ids=str
+)
+def test_keyed_features_give_the_same(plan, ranks):
+    ranks(keyed_features_give_the_same, plan, world_size=3)
 
 
 def test_prefetched_batches_give_the_same(ranks):

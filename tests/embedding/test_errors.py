@@ -14,6 +14,7 @@ from unisono.embedding import (
     Adam,
     EmbeddingCollection,
     IdOutOfRange,
+    KeyedRagged,
     Layout,
     Ragged,
     RowwiseAdagrad,
@@ -71,12 +72,24 @@ BAD_LAST = {
     "last offset": ([IDS, OFFSETS], "offsets must rise from 0 to the number of ids, 3; they go from 0 to 2"),
 }
 BAD_MEAN = {"weights": ([IDS, OFFSETS, WEIGHTS], "weights go with mode='sum' only, not with 'mean'")}
+KEYED = KeyedRagged(("user", "seen", "word"), torch.tensor([1, 2, 3]), torch.ones(3, dtype=torch.int64))
 BAD_BATCH = {
     "id": (
         [{**BATCH, "seen": torch.tensor([[2, 9]])}],
         "id 9 at position 1 of feature 'seen' is out of range: table 'item' has 9",
     ),
-    "list": ([[BAGS]], "features: expected a dict from feature to Ragged or Tensor, got list"),
+    "list": ([[BAGS]], "features: expected a dict from feature to Ragged or Tensor, a KeyedRagged or a KeyedJaggedTensor"),
+    "keyed names": ([KEYED._replace(names=("user", "seen", "wrd"))], "feature 'wrd' looks into no table"),
+    "keyed lengths": (
+        [KEYED._replace(lengths=KEYED.lengths + 1)],
+        "KeyedRagged: lengths must add up to the number of values, 3",
+    ),
+    "negative lengths": ([KEYED._replace(lengths=torch.tensor([2, -1, 2]))], "and the least is -1"),
+    "lengths of no features": ([KEYED._replace(lengths=torch.ones(4).long())], "4 are not the same number for each of 3"),
+    "keyed floats": ([KEYED._replace(values=WEIGHTS)], "KeyedRagged: values: expected one dimension of int32 or int64"),
+    "keyed id": ([KEYED._replace(values=torch.tensor([1, 9, 1]))], "id 9 at position 0 of feature 'seen' is out of range"),
+    "keyed weights": ([KEYED._replace(weights=WEIGHTS)], "weights go with mode='sum' only, not with 'mean'"),
+    "few keyed weights": ([KEYED._replace(weights=WEIGHTS[:1])], "KeyedRagged: weights: expected 3, one for each id, got (1,)"),
     "missing": ([{"user": BAGS, "word": IDS}], "missing features: seen"),
     "nothing": ([{}], "missing features: user, seen, word"),
     "unknown": ([{**BATCH, "usr": BAGS}], "feature 'usr' looks into no table; the features are user, seen, word"),

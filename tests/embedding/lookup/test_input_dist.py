@@ -1,15 +1,11 @@
-"""What ranks request from each other: ids of any size, on one device."""
-
-from unittest import mock
+"""What ranks request from each other: ids of any size."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.embedding.reference import DIM, ROWS
 from unisono.embedding import SGD, Layout, ShardedEmbeddingBag
-from unisono.embedding.lookup import input_dist, kernels
 
 
 def zero(rows: Tensor, generator: torch.Generator) -> None:
@@ -36,25 +32,8 @@ def ids_above_two_to_the_24_keep_their_bits_beside_weights() -> None:
         assert not learned or torch.equal(own_weights.grad, ids.fmod(997).float())
 
 
-def all_tensors_of_a_request_are_on_one_device() -> None:
-    """A request of bags alone made an empty tensor on the CPU. Seen on meta, since there is no GPU here."""
-    storage = ShardedEmbeddingBag(ROWS, DIM, plan="table", device="meta").engine.storage
-    seen = []
-    ids = torch.zeros(2, dtype=torch.int64, device="meta")
-
-    def deduplicate(keys: torch.Tensor) -> kernels.Deduplicated:
-        seen.append(keys.device)
-        return kernels.deduplicate(torch.empty(0, dtype=keys.dtype))  # torch cannot sort on meta
-
-    with mock.patch.object(input_dist, "deduplicate", deduplicate):
-        features = [input_dist.FeatureIds("weight", 0, ids, ids, owner_pools=True)]
-        input_dist.make_request(storage.groups[0], features, storage.row_numberings)
-    assert seen == [ids.device]
-
-
 REGRESSIONS = [
     ids_above_two_to_the_24_keep_their_bits_beside_weights,
-    all_tensors_of_a_request_are_on_one_device,
 ]
 
 

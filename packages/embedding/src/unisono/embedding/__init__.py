@@ -11,7 +11,7 @@ from unisono.embedding.modules import ShardedEmbedding, ShardedEmbeddingBag
 from unisono.embedding.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad
 from unisono.embedding.parameters import exclude_from_ddp, sharded_parameters
 from unisono.embedding.planner import Plan, plan_tables
-from unisono.embedding.ragged import Ragged
+from unisono.embedding.ragged import KeyedRagged, Ragged
 from unisono.embedding.sharding.layouts import Layout
 from unisono.embedding.table import Table
 from unisono.embedding.table_optimizer import TableOptimizer
@@ -27,6 +27,7 @@ __all__ = [
     "IdMapCollection",
     "IdOutOfRange",
     "InferenceCollection",
+    "KeyedRagged",
     "Layout",
     "Plan",
     "Ragged",

@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from unisono.collectives import Group
 from unisono.collectives.groups import resolve_group
 from unisono.embedding.lookup.engine import EngineModule, LookupEngine, Prefetcher
-from unisono.embedding.lookup.input_dist import feature_name_error
+from unisono.embedding.lookup.feature_errors import Batch, feature_name_error
 from unisono.embedding.lookup.storage import GradReduce, LookupOptions
 from unisono.embedding.optimizers import Rule, rule_error
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.planner import Plan, plan_tables
-from unisono.embedding.ragged import Ragged, as_ragged
+from unisono.embedding.ragged import KeyedRagged, Ragged, as_ragged
 from unisono.embedding.sharding.layouts import Layout, as_layout
 from unisono.embedding.table import Table
 
-Features = Mapping[str, Ragged | Tensor]
+Features = Mapping[str, Ragged | Tensor] | KeyedRagged
 
 
 class EmbeddingCollection(EngineModule):
-    """Tables sharded over the ranks; a batch is a dict of features.
+    """Tables sharded over the ranks; a batch is a dict of features, or all features in one tensor.
 
     Args:
         tables: The tables, and which features look into each.
@@ -37,8 +37,9 @@ class EmbeddingCollection(EngineModule):
         wire_dtype: torch.bfloat16 or torch.float16 halves the bytes that travel.
 
     forward: takes a dict of features and returns a dict from feature to (bags, dim), or to a Ragged of rows for a table
-    without mode. A feature may be a Ragged, (bags, ids) or (bags,) with one id each. Ranks may have different numbers of bags,
-    or none. A feature of several tables gives one output for each, called "feature@table", as in TorchRec.
+    without mode. A feature may be a Ragged, (bags, ids) or (bags,) with one id each. A KeyedRagged, or TorchRec's
+    KeyedJaggedTensor, has all features in one tensor. Ranks may have different numbers of bags, or none. A feature of several
+    tables gives one output for each, called "feature@table", as in TorchRec.
     stack=True returns one tensor (bags, features, dim) instead, with the features in the order of the dict; all need a mode,
     one width, and the same number of bags. It costs what torch.stack costs. All its features count as part of the loss.
 
@@ -92,7 +93,7 @@ class EmbeddingCollection(EngineModule):
                 tables,
                 ranks.size,
                 batch_size=batch_size,
-                sample=None if sample is None else {name: as_ragged(x) for name, x in sample.items()},
+                sample=None if sample is None else as_dict(sample),
                 memory_per_rank=memory_per_rank,
                 optimizer=None if rule_error(optimizer) else optimizer,  # the storage will raise, on all ranks
                 dtype=dtype,
@@ -137,13 +138,14 @@ class EmbeddingCollection(EngineModule):
         started = None if self._prefetcher is None else self._prefetcher.take(features, inputs, error)
         if started is None:
             started = self.engine.start(inputs, self.engine.storage.ranks, error)
+        names = [*inputs.names] if isinstance(inputs, KeyedRagged) else [*inputs]
         if stack:
-            return self.engine.finish_stacked(started, [*inputs])
+            return self.engine.finish_stacked(started, names)
         found = self.engine.finish(started)
-        modes = {output: table.mode for table in self.engine.storage.tables for output in table.features}
-        return {
-            output: found[output] if modes[output] else Ragged(found[output], bags.offsets) for output, bags in inputs.items()
-        }
+        storage = self.engine.storage
+        unpooled = [name for name in names if storage.tables[storage.table_of_feature[name]].mode is None]
+        bags = (inputs.to_dict() if isinstance(inputs, KeyedRagged) else inputs) if unpooled else {}
+        return {name: Ragged(found[name], bags[name].offsets) if name in unpooled else found[name] for name in names}
 
     def prefetch(self, features: Features) -> None:
         """Start with the batch that the next call will look up: its row numbers travel while this rank computes.
@@ -184,19 +186,18 @@ class EmbeddingCollection(EngineModule):
                 )
             own.copy_rows(table)
 
-    def _read(self, features: Features) -> tuple[dict[str, Ragged], str]:
-        """The input of each output as Ragged, and what is wrong with it: all ranks have to raise together."""
-        if not isinstance(features, Mapping):
-            return {}, f"features: expected a dict from feature to Ragged or Tensor, got {type(features).__name__}"
-        if error := feature_name_error(features, self._outputs):
-            return {}, error
+    def _read(self, features: Features) -> tuple[Batch, str]:
+        """The input of each output, and what is wrong with it: all ranks have to raise together."""
         try:
-            return {
-                output: bags
-                for name, given in features.items()
-                for bags in [as_ragged(given)]
-                for output in self._outputs[name]
-            }, ""
+            if not isinstance(features, Mapping):
+                keyed = features if isinstance(features, KeyedRagged) else KeyedRagged.from_keyed_jagged(features)
+                if all(len(self._outputs.get(name, ())) == 1 for name in keyed.names):
+                    return keyed, feature_name_error(keyed.names, self._outputs)
+                features = keyed.to_dict()
+            if error := feature_name_error(features, self._outputs):
+                return {}, error
+            given = {name: as_ragged(x) for name, x in features.items()}
+            return {output: bags for name, bags in given.items() for output in self._outputs[name]}, ""
         except TypeError as error:
             return {}, str(error)
         except Exception as error:
@@ -218,14 +219,19 @@ def outputs_of(tables: Sequence[Table]) -> dict[str, tuple[str, ...]]:
     }
 
 
-def stack_error(tables: Sequence[Table], inputs: Mapping[str, Ragged]) -> str:
+def stack_error(tables: Sequence[Table], inputs: Batch) -> str:
     """Say why the outputs of a look-up have no stack; "" if they have one."""
     if unpooled := [table.name for table in tables if table.mode is None]:
         return f"stack=True: table {unpooled[0]!r} has no mode, so its output has no row for each bag"
     if len(dims := {table.dim for table in tables}) > 1:
         return f"stack=True: the tables have different widths: {sorted(dims)}"
-    bags = {name: x.offsets.numel() - 1 for name, x in inputs.items()}
+    bags = {} if isinstance(inputs, KeyedRagged) else {name: x.offsets.numel() - 1 for name, x in inputs.items()}
     return f"stack=True: the features have different numbers of bags: {bags}" if len(set(bags.values())) > 1 else ""
+
+
+def as_dict(features: Features) -> dict[str, Ragged]:
+    """The features one by one."""
+    return features.to_dict() if isinstance(features, KeyedRagged) else {name: as_ragged(x) for name, x in features.items()}
 
 
 def _name_outputs(table: Table, outputs: Mapping[str, tuple[str, ...]]) -> Table:

@@ -1,8 +1,8 @@
-"""Bags of ids: the input of a collection, one Ragged for each feature. Other forms of input are read here, too."""
+"""Bags of ids, the input of a collection: a Ragged for each feature, or one KeyedRagged. Other forms are read here, too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,12 +61,93 @@ class Ragged(NamedTuple):
 
     @classmethod
     def from_keyed_jagged(cls, features: Any, *, names: Sequence[str] | None = None) -> dict[str, Ragged]:
-        """Make a dict of features from TorchRec's KeyedJaggedTensor: of all its keys, or of `names` only."""
+        """Make a dict of features from TorchRec's KeyedJaggedTensor: of all its keys, or of `names` only.
+
+        To look up all keys, give the KeyedJaggedTensor itself to the collection.
+        """
         found = features.to_dict()
         if missing := [name for name in names or () if name not in found]:
             raise KeyError(f"Ragged.from_keyed_jagged: names: {missing[0]!r} is no key; the keys are {[*found]}")
         found = found if names is None else {name: found[name] for name in names}
         return {name: cls(x.values(), x.offsets().to(torch.int64), x.weights_or_none()) for name, x in found.items()}
+
+
+class KeyedRagged(NamedTuple):
+    """The bags of several features in one tensor, which all have equally many bags: the form of TorchRec's KeyedJaggedTensor.
+
+    `values` has the ids feature after feature, bag after bag; `lengths` those of the bags in the same order, so feature k has
+    the lengths from k * bags on; `weights` one number for each id. A collection looks them up without a loop over features,
+    and copies nothing that is in its order already.
+
+    Example:
+        >>> batch = KeyedRagged(("user", "word"), torch.tensor([3, 5, 7, 8, 9]), torch.tensor([1, 1, 0, 3]))
+        >>> batch.to_dict()["word"]
+        Ragged(values=tensor([7, 8, 9]), offsets=tensor([0, 0, 3]), weights=None)
+    """
+
+    names: tuple[str, ...]
+    values: Tensor
+    lengths: Tensor
+    weights: Tensor | None = None
+
+    @property
+    def bag_count(self) -> int:
+        """How many bags each feature has."""
+        return self.lengths.numel() // max(len(self.names), 1)
+
+    @classmethod
+    def from_dict(cls, features: Mapping[str, Ragged]) -> KeyedRagged:
+        """Join features, which must have equally many bags, and all weights or none."""
+        bags = list(features.values())
+        weights = [x.weights for x in bags if x.weights is not None]
+        if len({x.offsets.numel() for x in bags}) != 1 or len(weights) not in (0, len(bags)):
+            raise ValueError("KeyedRagged.from_dict: the features must have equally many bags, and all weights or none")
+        values, lengths = torch.cat([x.values for x in bags]), torch.stack([x.offsets for x in bags]).diff().flatten()
+        return cls(tuple(features), values, lengths, torch.cat(weights) if weights else None)
+
+    @classmethod
+    def from_keyed_jagged(cls, features: Any) -> KeyedRagged:
+        """Read TorchRec's KeyedJaggedTensor without a copy. One whose keys have different numbers of bags raises ValueError."""
+        if not all(hasattr(features, name) for name in ("keys", "values", "lengths", "weights_or_none")):
+            kind = type(features).__name__
+            raise TypeError(
+                f"features: expected a dict from feature to Ragged or Tensor, a KeyedRagged or a KeyedJaggedTensor, got {kind}"
+            )
+        if getattr(features, "variable_stride_per_key", lambda: False)():
+            raise ValueError(
+                "KeyedRagged.from_keyed_jagged: the keys have different numbers of bags: use Ragged.from_keyed_jagged"
+            )
+        return cls(tuple(features.keys()), features.values(), features.lengths(), features.weights_or_none())
+
+    def to_dict(self) -> dict[str, Ragged]:
+        """The features one by one, as views. On a GPU the host waits for their numbers of ids."""
+        ends = torch.nn.functional.pad(self.lengths.to(torch.int64).cumsum(0), (1, 0))
+        edges: list[int] = ends[:: self.bag_count].tolist() if self.bag_count else [0] * (len(self.names) + 1)
+        found = {}
+        for k, name in enumerate(self.names):
+            ids = slice(edges[k], edges[k + 1])
+            offsets = ends[k * self.bag_count : (k + 1) * self.bag_count + 1] - edges[k]
+            found[name] = Ragged(self.values[ids], offsets, None if self.weights is None else self.weights[ids])
+        return found
+
+
+def keyed_ragged_error(batch: KeyedRagged) -> str:
+    """Say what is wrong with the forms of the tensors; "" if nothing is. Reads no numbers."""
+    names, values, lengths, weights = batch
+    for name, x in (("values", values), ("lengths", lengths)):
+        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.ndim != 1:
+            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            return f"KeyedRagged: {name}: expected one dimension of int32 or int64 numbers, got {got}"
+    if lengths.numel() % max(len(names), 1):
+        return f"KeyedRagged: lengths: {lengths.numel()} are not the same number for each of {len(names)} features"
+    if len(set(names)) < len(names):
+        return f"KeyedRagged: names: {list(names)} has a name twice"
+    if weights is not None and (not isinstance(weights, Tensor) or weights.shape != values.shape):
+        shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        return f"KeyedRagged: weights: expected {values.numel()}, one for each id, got {shape}"
+    if weights is not None and not weights.is_floating_point():
+        return f"KeyedRagged: weights: expected floating point numbers, got {weights.dtype}"
+    return ""
 
 
 def as_ragged(bags: Ragged | Tensor) -> Ragged:

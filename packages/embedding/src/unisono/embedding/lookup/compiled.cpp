@@ -155,7 +155,7 @@ int64_t deduplicate_any(const Number* numbers, int64_t n, Number* unique, int64_
                : deduplicate<uint64_t>(numbers, n, bits, unique, order, starts, counts, threads);
 }
 
-// Are all ids and offsets in range?
+// The ids of all features become rows, in one tensor.
 
 struct Feature {  // compiled.py has the same fields
     const void* ids;
@@ -164,15 +164,21 @@ struct Feature {  // compiled.py has the same fields
     const void* offsets;
     int64_t offset_count;
     int64_t offset_bytes;
-    int64_t rows;  // of its table
+    int64_t last_id;
+    int64_t chunk_size;     // row = id + shifts[id / chunk_size]
+    const int64_t* shifts;
+    int64_t chunks;
+    int64_t dropped;        // an id that is left out; -1: none
+    void* lengths;          // out: of the bags, without the ids that are left out
+    int64_t kept;           // out: how many ids are not left out
 };
 
 template <class Number>
-INLINE bool all_below(const void* numbers, int64_t n, int64_t limit) {
+INLINE bool none_above(const void* numbers, int64_t n, int64_t last) {
     bool bad = false;
     for (int64_t i = 0; i < n; i++) {
         const Number number = static_cast<const Number*>(numbers)[i];
-        bad |= number < 0 || static_cast<int64_t>(number) >= limit;
+        bad |= number < 0 || static_cast<int64_t>(number) > last;
     }
     return !bad;
 }
@@ -186,10 +192,58 @@ INLINE bool rises(const void* numbers, int64_t n, int64_t last) {
 }
 
 CLONES static bool is_valid(const Feature& x) {
-    return (x.id_bytes == 4 ? all_below<int32_t>(x.ids, x.id_count, x.rows) : all_below<int64_t>(x.ids, x.id_count, x.rows)) &&
+    return (x.id_bytes == 4 ? none_above<int32_t>(x.ids, x.id_count, x.last_id)
+                            : none_above<int64_t>(x.ids, x.id_count, x.last_id)) &&
            (x.offset_bytes == 4 ? rises<int32_t>(x.offsets, x.offset_count, x.id_count)
                                 : rises<int64_t>(x.offsets, x.offset_count, x.id_count));
 }
+
+template <class Id, class Row>
+INLINE void write_rows(const Feature& x, Row* rows) {
+    const Id* ids = static_cast<const Id*>(x.ids);
+    if (x.chunks == 1) {
+        const int64_t shift = x.shifts[0];
+        for (int64_t i = 0; i < x.id_count; i++) rows[i] = static_cast<Row>(static_cast<int64_t>(ids[i]) + shift);
+    } else if (x.chunk_size > 1 && x.chunk_size <= UINT32_MAX && x.last_id <= UINT32_MAX) {
+        const uint64_t inverse = UINT64_MAX / static_cast<uint64_t>(x.chunk_size) + 1;  // a product is faster than a division
+        for (int64_t i = 0; i < x.id_count; i++) {
+            const uint64_t id = static_cast<uint64_t>(ids[i]);
+            rows[i] = static_cast<Row>(id + x.shifts[static_cast<uint64_t>((static_cast<unsigned __int128>(id) * inverse) >> 64)]);
+        }
+    } else {
+        for (int64_t i = 0; i < x.id_count; i++)
+            rows[i] = static_cast<Row>(static_cast<int64_t>(ids[i]) + x.shifts[static_cast<int64_t>(ids[i]) / x.chunk_size]);
+    }
+}
+
+template <class Id, class Offset, class Row>
+INLINE void join_feature(Feature& x, Row* rows) {
+    const Id* ids = static_cast<const Id*>(x.ids);
+    const Offset* offsets = static_cast<const Offset*>(x.offsets);
+    Row* lengths = static_cast<Row*>(x.lengths);
+    for (int64_t b = 0; b + 1 < x.offset_count; b++) lengths[b] = static_cast<Row>(offsets[b + 1] - offsets[b]);
+    write_rows<Id>(x, rows);
+    x.kept = x.id_count;
+    if (x.dropped < 0) return;
+    x.kept = 0;
+    for (int64_t b = 0; b + 1 < x.offset_count; b++) {
+        const int64_t before = x.kept;
+        for (int64_t i = offsets[b]; i < static_cast<int64_t>(offsets[b + 1]); i++)
+            if (static_cast<int64_t>(ids[i]) != x.dropped) rows[x.kept++] = rows[i];
+        lengths[b] = static_cast<Row>(x.kept - before);
+    }
+}
+
+template <class Row>
+INLINE void join_any(Feature& x, Row* rows) {
+    if (x.id_bytes == 4)
+        x.offset_bytes == 4 ? join_feature<int32_t, int32_t>(x, rows) : join_feature<int32_t, int64_t>(x, rows);
+    else
+        x.offset_bytes == 4 ? join_feature<int64_t, int32_t>(x, rows) : join_feature<int64_t, int64_t>(x, rows);
+}
+
+CLONES static void join_into(Feature& x, int32_t* rows) { join_any(x, rows); }
+CLONES static void join_into_wide(Feature& x, int64_t* rows) { join_any(x, rows); }
 
 // Sums of rows, in registers.
 
@@ -403,8 +457,18 @@ DEFINE(float, int64_t, float32_int64)
 DEFINE(double, int32_t, float64_int32)
 DEFINE(double, int64_t, float64_int64)
 
-extern "C" int are_valid(const Feature* features, int64_t count) {
-    return std::all_of(features, features + count, is_valid);
+// Returns whether all ids and offsets are valid; if not, nothing is written.
+extern "C" int join(Feature* features, int64_t count, void* rows, int64_t row_bytes) {
+    if (!std::all_of(features, features + count, is_valid)) return 0;
+    int64_t at = 0;
+    for (int64_t k = 0; k < count; k++) {
+        if (row_bytes == 4)
+            join_into(features[k], static_cast<int32_t*>(rows) + at);
+        else
+            join_into_wide(features[k], static_cast<int64_t*>(rows) + at);
+        at += features[k].kept;
+    }
+    return 1;
 }
 
 extern "C" int64_t deduplicate_int32(const int32_t* numbers, int64_t n, int32_t* unique, int64_t* order, int64_t* starts,

@@ -16,10 +16,14 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from unisono.embedding.ragged import Ragged
+    from unisono.embedding.sharding.table_groups import RowNumbering
 
 _SWITCH = "UNISONO_EMBEDDING_KERNELS"
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -72,14 +76,45 @@ def handles(*tensors: Tensor | None, copied: bool = False) -> bool:
     )
 
 
-def are_valid(features: Sequence[tuple[Tensor, Tensor, int]]) -> bool:
-    """Whether the ids of all features, (ids, offsets, rows of the table), are in range, and offsets rise from 0 to the end."""
-    found = (_Feature * len(features))()
-    for k, (ids, offsets, rows) in enumerate(features):
-        found[k] = _Feature(
-            ids.data_ptr(), ids.numel(), ids.itemsize, offsets.data_ptr(), offsets.numel(), offsets.itemsize, rows
+def join(
+    bags: Sequence["Ragged"],
+    last_ids: Sequence[int],
+    numberings: Sequence["RowNumbering"],
+    dropped: Sequence[int],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, list[int]] | None:
+    """Make rows of the ids of all features: the rows, the lengths of bags, and how many ids each feature has.
+
+    Ids that are `dropped` are left out (-1: none). None if an id is above the last one of its feature, or offsets do not rise
+    from 0 to the number of ids.
+    """
+    rows = torch.empty(sum(x.values.numel() for x in bags), dtype=dtype)
+    lengths = torch.empty(sum(x.offsets.numel() - 1 for x in bags), dtype=dtype)
+    features = (_Feature * len(bags))()
+    shifts, at = [], lengths.data_ptr()
+    for k, (ids, offsets, _) in enumerate(bags):
+        numbering = numberings[k]
+        count = len(numbering.shifts)
+        shifts.append((ctypes.c_int64 * count)(*numbering.shifts))
+        features[k] = _Feature(
+            ids.data_ptr(),
+            ids.numel(),
+            ids.itemsize,
+            offsets.data_ptr(),
+            offsets.numel(),
+            offsets.itemsize,
+            last_ids[k],
+            numbering.chunk_size,
+            ctypes.addressof(shifts[k]),
+            count,
+            dropped[k],
+            at,
         )
-    return bool(_function("are_valid")(found, len(features)))
+        at += (offsets.numel() - 1) * lengths.itemsize
+    if not _function("join")(features, len(bags), rows.data_ptr(), rows.itemsize):
+        return None
+    id_counts = [feature.kept for feature in features]
+    return rows[: sum(id_counts)], lengths, id_counts
 
 
 def deduplicate(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
@@ -189,7 +224,7 @@ def _unless_no_memory(name: str, returned: int) -> int:
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer = ctypes.c_void_p
-    library.are_valid.argtypes = (pointer, ctypes.c_int64)
+    library.join.argtypes = (pointer, ctypes.c_int64, pointer, ctypes.c_int64)
     for number in ("int32", "int64"):
         function = getattr(library, f"deduplicate_{number}")
         function.restype = ctypes.c_int64
@@ -257,7 +292,13 @@ class _Feature(ctypes.Structure):
         ("offsets", ctypes.c_void_p),
         ("offset_count", ctypes.c_int64),
         ("offset_bytes", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
+        ("last_id", ctypes.c_int64),
+        ("chunk_size", ctypes.c_int64),
+        ("shifts", ctypes.c_void_p),
+        ("chunks", ctypes.c_int64),
+        ("dropped", ctypes.c_int64),
+        ("lengths", ctypes.c_void_p),
+        ("kept", ctypes.c_int64),
     )
 
 

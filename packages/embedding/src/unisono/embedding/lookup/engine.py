@@ -17,13 +17,14 @@ from unisono.collectives import Group
 from unisono.collectives.autograd import disable_compile
 from unisono.collectives.checks import MismatchError, validate_across_ranks
 from unisono.collectives.groups import GroupRanks, process_group, resolve_group
+from unisono.embedding.lookup.feature_errors import Batch
 from unisono.embedding.lookup.input_dist import IncomingRequest, input_dist
 from unisono.embedding.lookup.lookup import lookup
 from unisono.embedding.lookup.output_dist import Pooling, output_dist, plan_pooling
-from unisono.embedding.lookup.reached import Reached, list_features
+from unisono.embedding.lookup.reached import Reached
 from unisono.embedding.lookup.storage import LookupOptions, ShardStorage
 from unisono.embedding.optimizers import FusedOptimizer, Rule
-from unisono.embedding.ragged import Ragged
+from unisono.embedding.ragged import KeyedRagged, Ragged
 from unisono.embedding.sharding.layouts import Layout
 from unisono.embedding.table import Table
 
@@ -43,19 +44,19 @@ class LookupEngine:
     ) -> None:
         self.storage = ShardStorage(tables, layouts, options, rule, group)
 
-    def look_up(self, inputs: Mapping[str, Ragged], error: str = "") -> dict[str, Tensor]:
+    def look_up(self, inputs: Batch, error: str = "") -> dict[str, Tensor]:
         """For each feature its pooled rows, or, without mode, a row for each id."""
         return self.finish(self.start(inputs, self.storage.ranks, error))
 
     @disable_compile
-    def start(self, inputs: Mapping[str, Ragged], ranks: GroupRanks, error: str = "") -> DistributedInput:
+    def start(self, inputs: Batch, ranks: GroupRanks, error: str = "") -> DistributedInput:
         """Do all that does not need the last values of the tables. `ranks`: those of the storage, perhaps by another group."""
         outgoing, incoming = input_dist(self.storage, inputs, ranks, error)
         return DistributedInput(incoming, [plan_pooling(request) for request in outgoing])
 
     @disable_compile
     def finish(self, inputs: DistributedInput) -> dict[str, Tensor]:
-        names = [x.feature for pooling in inputs.poolings for x in list_features(pooling.request)]
+        names = [x.name for pooling in inputs.poolings for x in pooling.request.features]
         return dict(zip(names, self._output(inputs), strict=True))
 
     @disable_compile
@@ -123,9 +124,9 @@ class Prefetcher:
             self.ranks = resolve_group(made)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="unisono-prefetch")
         weakref.finalize(self, self.pool.shutdown, wait=False)
-        self.started: tuple[Mapping[str, Any], list[int], Future[DistributedInput]] | None = None
+        self.started: tuple[object, list[int], Future[DistributedInput]] | None = None
 
-    def start(self, features: Mapping[str, Any], inputs: Mapping[str, Ragged], error: str) -> None:
+    def start(self, features: object, inputs: Batch, error: str) -> None:
         self.drop()
         device = self.engine.storage.options.device
         stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
@@ -140,7 +141,7 @@ class Prefetcher:
 
         self.started = features, _versions(features, inputs), self.pool.submit(run)
 
-    def take(self, features: Mapping[str, Any], inputs: Mapping[str, Ragged], error: str = "") -> DistributedInput | None:
+    def take(self, features: object, inputs: Batch, error: str = "") -> DistributedInput | None:
         """Return what was started for these features, if all ranks have it; otherwise drop it on all of them.
 
         Tensors that were changed in place since then are other features. `error`: what is wrong with them on this rank.
@@ -179,19 +180,21 @@ class Prefetcher:
             started[-1].exception()
 
 
-def _versions(features: object, inputs: Mapping[str, Ragged]) -> list[int]:
+def _versions(features: object, inputs: Batch) -> list[int]:
     """How often each tensor was changed in place. Tensors made in inference mode do not count it.
 
     `inputs`: the features as Ragged, which may have copies of what the user gave.
     """
     given = features.values() if isinstance(features, Mapping) else ()
-    tensors = [x for x in (*given, *(x for bags in inputs.values() for x in bags)) if isinstance(x, Tensor)]
-    return [0 if x.is_inference() else x._version for x in tensors]
+    read = inputs if isinstance(inputs, KeyedRagged) else (x for bags in inputs.values() for x in bags)
+    return [0 if x.is_inference() else x._version for x in (*given, *read) if isinstance(x, Tensor)]
 
 
-def _same_tensors(a: Mapping[str, Any], b: object) -> bool:
+def _same_tensors(a: object, b: object) -> bool:
     """Whether both hold the very same tensors: DDP hands on a copy of the dict, but not of the tensors."""
-    if not isinstance(b, Mapping) or a.keys() != b.keys():
+    if isinstance(a, KeyedRagged) and isinstance(b, KeyedRagged):
+        return a.names == b.names and all(map(is_, a[1:], b[1:]))
+    if not isinstance(a, Mapping) or not isinstance(b, Mapping) or a.keys() != b.keys():
         return a is b
     pairs = [(x, b[name]) for name, x in a.items()]
     return all(x is y or (isinstance(x, Ragged) and isinstance(y, Ragged) and all(map(is_, x, y))) for x, y in pairs)

@@ -6,7 +6,6 @@ library and takes the tensors, and torch's operations, which give the same resul
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,18 +15,76 @@ from unisono.embedding.lookup import compiled
 _BLOCK = 8192  # rows whose sums stay in the cache until they are used
 
 
-class Deduplicated(NamedTuple):
+@dataclass
+class Deduplicated:
     """Numbers without their duplicates: unique[k] stands at the positions order[starts[k] : starts[k] + counts[k]]."""
 
     unique: Tensor
     order: Tensor
     starts: Tensor
-    counts: Tensor
+    given_counts: Tensor | None = None
+    given_inverse: Tensor | None = None
 
+    @property
+    def counts(self) -> Tensor:
+        if self.given_counts is None:
+            self.given_counts = self.starts.diff(append=self.starts.new_full((1,), self.order.numel()))
+        return self.given_counts
+
+    @property
     def inverse(self) -> Tensor:
         """For each position, the index of its number in `unique`."""
-        numbers = torch.arange(self.unique.numel(), device=self.unique.device)
-        return torch.empty_like(self.order).scatter_(0, self.order, numbers.repeat_interleave(self.counts))
+        if self.given_inverse is None:
+            indices = torch.repeat_interleave(self.counts, output_size=self.order.numel())
+            self.given_inverse = torch.empty_like(self.order).scatter_(0, self.order, indices)
+        return self.given_inverse
+
+
+def is_on_host(device: torch.device) -> bool:
+    """Whether the host reads numbers without a wait."""
+    return device.type == "cpu"
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a small CPU tensor without a wait: an accelerator reads pinned memory, which torch keeps until it was read."""
+    if device.type in ("cpu", "meta"):
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+class Deduplicating:
+    """Brings equal numbers together by one sort. `finish` makes them unique once the host knows how many there are.
+
+    So the host of a GPU can read that number together with others. On a CPU it is known at once.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.done: Deduplicated | None = None
+        if is_on_host(numbers.device):
+            self.done = deduplicate(numbers)
+            return
+        self.ordered, self.order = numbers.sort(stable=True)
+        first = torch.ones_like(self.ordered, dtype=torch.bool)
+        torch.ne(self.ordered[1:], self.ordered[:-1], out=first[1:])
+        self.before = self.order.new_zeros(numbers.numel() + 1)  # [p]: how many different numbers stand before position p
+        torch.cumsum(first, 0, out=self.before[1:])
+
+    def cuts(self, edges: Sequence[int]) -> Tensor:
+        """How many different numbers are below each of the edges."""
+        if self.done is not None:
+            return torch.searchsorted(self.done.unique, torch.tensor(edges, dtype=self.done.unique.dtype))
+        own = to_device(torch.tensor(edges, dtype=self.ordered.dtype), self.ordered.device)
+        return self.before.index_select(0, torch.searchsorted(self.ordered, own))
+
+    def finish(self, count: int) -> Deduplicated:
+        """`count`: how many different numbers there are."""
+        if self.done is None:
+            index = self.before[1:] - 1
+            unique = self.ordered.new_empty(count).scatter_(0, index, self.ordered)
+            starts = torch.searchsorted(index, torch.arange(count, device=index.device))
+            inverse = torch.empty_like(self.order).scatter_(0, self.order, index)
+            self.done = Deduplicated(unique, self.order, starts, given_inverse=inverse)
+        return self.done
 
 
 def deduplicate(numbers: Tensor) -> Deduplicated:
@@ -39,12 +96,9 @@ def deduplicate(numbers: Tensor) -> Deduplicated:
     return Deduplicated(unique, order, counts.cumsum(0) - counts, counts)
 
 
-def are_valid(features: Sequence[tuple[Tensor, Tensor, int]]) -> bool:
-    """Whether all ids and offsets are known to be valid; False: find out by torch's operations.
-
-    features: (ids, offsets, rows of the table), all int32 or int64.
-    """
-    return compiled.handles(*(x for ids, offsets, _ in features for x in (ids, offsets))) and compiled.are_valid(features)
+def number_bags(lengths: Tensor, ids: int) -> Tensor:
+    """The bag of each of `ids` ids, which have bags of these lengths."""
+    return torch.repeat_interleave(lengths.to(torch.int64), output_size=ids)
 
 
 def sum_bags(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None = None, *, copied: bool = False) -> Tensor:

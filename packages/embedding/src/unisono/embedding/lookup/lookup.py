@@ -155,7 +155,7 @@ def _consume_gradients(
 
 
 def _sum_numbers(numbers: Tensor, dedup: Deduplicated) -> Tensor:
-    index = torch.arange(len(dedup.unique), device=numbers.device).repeat_interleave(dedup.counts)
+    index = torch.repeat_interleave(dedup.counts, output_size=dedup.order.numel())
     return torch.zeros_like(dedup.unique).index_add_(0, index, numbers.index_select(0, dedup.order))
 
 

@@ -3,10 +3,10 @@
 One autograd Function serves all table groups, so the backward is one exchange too, in the same order on all ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from unisono.collectives import start_all_to_all_single
 from unisono.collectives.groups import as_group
-from unisono.embedding.lookup.input_dist import FeatureIds, IncomingRequest, OutgoingRequest
-from unisono.embedding.lookup.kernels import sum_bags, sum_duplicates
-from unisono.embedding.lookup.reached import Reached, list_features, place_responses
+from unisono.embedding.lookup.features import Block
+from unisono.embedding.lookup.input_dist import IncomingRequest, OutgoingRequest
+from unisono.embedding.lookup.kernels import sum_bags, sum_duplicates, to_device
+from unisono.embedding.lookup.reached import Reached, place_responses
 from unisono.embedding.lookup.storage import ShardStorage
 
 _ARGUMENTS = 6  # of PoolFunction, before the weights
@@ -31,46 +32,40 @@ class Pooling:
 
     request: OutgoingRequest
     index: Tensor  # for each pooled id of request.by_rows, its row among the responses
-    lengths: Tensor | None  # of the bags of request.by_rows; None if nothing is pooled
     divisors: Tensor | None  # of the sum of each bag of request.by_rows, if any of them is a mean
-    bags: Tensor | None  # the bag of each id; for ids that are not pooled, one beyond the last
+    sum_divisors: Tensor | None  # the same for request.by_bags
+
+    @property
+    def is_pooled(self) -> bool:
+        return self.request.group.key.pooling is not None
+
+    @property
+    def lengths(self) -> Tensor:
+        """Of the bags of request.by_rows."""
+        block = self.request.by_rows
+        return self.index[:0] if block is None else block.lengths
 
     @property
     def offsets(self) -> Tensor:
-        assert self.lengths is not None
         return self.lengths.cumsum(0) - self.lengths
-
-    def output_rows(self, x: FeatureIds) -> int:
-        """How many rows a feature of request.by_rows has in the end."""
-        return (x.ids if self.lengths is None else x.lengths).numel()
 
     @property
     def drops_ids(self) -> bool:
-        return any(x.keep is not None for x in self.request.by_rows)
+        return self.request.by_rows is not None and self.request.by_rows.keep is not None
 
 
 def plan_pooling(request: OutgoingRequest) -> Pooling:
     """Prepare what can be known before the rows are there."""
-    by_rows = request.by_rows
-    index = request.dedup.inverse()
-    sums_before = [0, *accumulate(sum(x.lengths.numel() for x in bags) for bags in request.by_bags)]
-    if sums_before[-1]:  # sums of bags stand between the rows of one group shard and those of the next
-        row_counts = torch.tensor(request.cuts, device=index.device).diff()
-        shifts = torch.tensor(sums_before[:-1], device=index.device).repeat_interleave(row_counts)
-        index = index + shifts.index_select(0, index)
-    if request.group.key.pooling is None:
-        return Pooling(request, index, None, None, None)
-    lengths = torch.cat([x.lengths for x in by_rows]) if by_rows else index.new_empty(0)
-    bags = torch.arange(lengths.numel(), device=index.device).repeat_interleave(lengths)
-    if any(x.keep is not None for x in by_rows):
-        keep = torch.cat([torch.ones_like(x.ids, dtype=torch.bool) if x.keep is None else x.keep for x in by_rows])
-        bags = torch.full_like(index, lengths.numel()).masked_scatter_(keep, bags)
-        index = index[keep]
-    divisors = None
-    if any(x.is_mean for x in by_rows):
-        counts = [x.lengths if x.is_mean else torch.ones_like(x.lengths) for x in by_rows]
-        divisors = torch.cat(counts).clamp(min=1)
-    return Pooling(request, index, lengths, divisors, bags)
+    block = request.by_rows
+    index = request.dedup.order if block is None else request.dedup.inverse
+    if block is not None and request.by_bags is not None:  # sums of bags stand after the rows of their group shard
+        shifts = to_device(torch.tensor(request.bag_cuts[:-1]), index.device)
+        row_counts = to_device(torch.tensor(request.cuts).diff(), index.device)
+        index = index + shifts.repeat_interleave(row_counts, output_size=request.cuts[-1]).index_select(0, index)
+    if block is not None and block.keep is not None:
+        index = index[block.keep]
+    divisors = [None if x is None else x.divisors() for x in (block, request.by_bags)]
+    return Pooling(request, index, *divisors)
 
 
 def output_dist(
@@ -88,9 +83,10 @@ def output_dist(
     """
     received = _exchange_responses(storage, flat, incoming, poolings)
     outgoing = [pooling.request for pooling in poolings]
-    weights = [_join_weights(request, received) for request in outgoing]
+    blocks = [request.by_rows for request in outgoing]
+    weights = [None if x is None or x.weights is None else x.weights.to(received.dtype) for x in blocks]
     find_reached = partial(reached.find, storage, outgoing, incoming)
-    names = [x.feature for request in outgoing for x in list_features(request)]
+    names = [x.name for request in outgoing for x in request.features]
     order = [names.index(name) for name in stack]
     ranks = storage.ranks
     return list(PoolFunction.apply(received, ranks.rank, ranks.size, poolings, find_reached, order, *weights))
@@ -121,15 +117,6 @@ def _exchange_responses(
             if request.shard is not None and not request.group.is_replicated:
                 _ = request.dedup, request.bags
     return pending.wait().to(flat.dtype)
-
-
-def _join_weights(request: OutgoingRequest, like: Tensor) -> Tensor | None:
-    """The weights of all ids that are pooled here, in the dtype of the rows."""
-    if all(x.weights is None for x in request.by_rows):
-        return None
-    return torch.cat(
-        [like.new_ones(int(x.lengths.sum())) if x.weights is None else x.weights.to(like.dtype) for x in request.by_rows]
-    )
 
 
 class PoolFunction(torch.autograd.Function):
@@ -165,9 +152,9 @@ class PoolFunction(torch.autograd.Function):
             pieces = [_pool(responses, pooling, own_weights) for responses in columns]
             all_maxima += [maxima for _, maxima in pieces]
             pooled = _join_columns([out for out, _ in pieces])
-            sizes = [pooling.output_rows(x) for x in pooling.request.by_rows]
-            outputs += pooled.split_with_sizes(sizes) if sizes else []
-            outputs += _read_sums(columns, pooling.request)
+            block = pooling.request.by_rows
+            outputs += () if block is None else pooled.split_with_sizes(block.output_sizes(pooled=pooling.is_pooled))
+            outputs += _read_sums(columns, pooling)
             saved_columns.append(columns if ctx.needs_input_grad[_ARGUMENTS + k] else [])  # for the gradient of the weights
         saved = [*weights, *(x for columns in saved_columns for x in columns), *all_maxima]
         ctx.save_for_backward(flat.new_empty(0), *saved)  # never nothing: a second backward shall raise as torch's do
@@ -195,30 +182,34 @@ class PoolFunction(torch.autograd.Function):
             request: OutgoingRequest = pooling.request
             edges = [0, *accumulate(request.group.key.widths)]
             no_grads = torch.zeros((0, edges[-1]), dtype=ctx.dtype, device=request.dedup.unique.device)
-            pooled_grads = [_or_zeros(next(remaining), pooling.output_rows(x), no_grads) for x in request.by_rows]
-            sum_grads = [
-                [_divide_mean(_or_zeros(next(remaining), x.lengths.numel(), no_grads), x) for x in bags]
-                for bags in request.by_bags
-            ]
-            joined = torch.cat(pooled_grads) if pooled_grads else no_grads
-            if pooling.divisors is not None:
-                joined = joined / pooling.divisors[:, None]
+            joined = _divide(_join_gradients(remaining, request.by_rows, pooling.is_pooled, no_grads), pooling.divisors)
+            sum_grads = _divide(_join_gradients(remaining, request.by_bags, True, no_grads), pooling.sum_divisors)
             weight_grads.append(_weight_gradient(all_columns[k], joined, pooling, edges) if all_columns[k] else None)
             for j in range(request.group.columns):
                 columns = slice(edges[j], edges[j + 1])
                 rows = _row_gradients(joined[:, columns], pooling, all_weights[k], all_maxima[k][j])
-                if len(ctx.poolings) == 1 and request.is_rows_only:
-                    return rows.reshape(-1), *_NO_GRADIENTS, *weight_grads
-                sums = [[grad[:, columns] for grad in shard_grads] for shard_grads in sum_grads]
-                place_responses(parts, k, request, j, ctx.rank, rows, sums)
+                if len(ctx.poolings) == 1 and request.group.columns == 1 and None in (request.by_rows, request.by_bags):
+                    only = sum_grads if request.by_rows is None else rows  # in the order of the ranks
+                    return only.reshape(-1), *_NO_GRADIENTS, *weight_grads
+                place_responses(parts, k, request, j, ctx.rank, rows, sum_grads[:, columns])
         ordered = [part for place in sorted(parts) for part in parts[place]]
         if len({part.shape[1] for part in ordered}) > 1:
             ordered = [part.reshape(-1) for part in ordered]  # copies parts of a stack or of columns once more
         return torch.cat(ordered).view(-1) if ordered else None, *_NO_GRADIENTS, *weight_grads
 
 
-def _or_zeros(grad: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    return like.new_zeros((rows, like.shape[1])) if grad is None else grad
+def _join_gradients(remaining: Iterator[Tensor | None], block: Block | None, pooled: bool, like: Tensor) -> Tensor:
+    """The gradients of a block's features, feature after feature; zeros for those outside the loss."""
+    if block is None:
+        return like
+    sizes = block.output_sizes(pooled=pooled)
+    grads = [next(remaining) for _ in sizes]
+    parts = [like.new_zeros((size, like.shape[1])) if grad is None else grad for grad, size in zip(grads, sizes, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _divide(sums: Tensor, divisors: Tensor | None) -> Tensor:
+    return sums if divisors is None else sums / divisors[:, None]
 
 
 def _join_columns(pieces: list[Tensor]) -> Tensor:
@@ -253,7 +244,7 @@ def _unpack(flat: Tensor, poolings: list[Pooling], rank: int, world_size: int) -
 
 def _pool(responses: Tensor, pooling: Pooling, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Pool the features that came as rows; for maxima also return which response each came from."""
-    if pooling.lengths is None:
+    if not pooling.is_pooled:
         return responses.index_select(0, pooling.index), None
     if pooling.request.group.key.pooling == "max":
         if pooling.index.numel() == 0 or responses.shape[1] == 0:
@@ -266,26 +257,28 @@ def _pool(responses: Tensor, pooling: Pooling, weights: Tensor | None) -> tuple[
 
 def _row_gradients(grads: Tensor, pooling: Pooling, weights: Tensor | None, maxima: Tensor | None) -> Tensor:
     """The gradient of each unique row, from the gradients of the bags."""
-    dedup = pooling.request.dedup
+    dedup, block = pooling.request.dedup, pooling.request.by_rows
+    if block is None:
+        return grads
     if pooling.request.group.key.pooling == "max":
         rows = grads.new_zeros((dedup.unique.numel(), grads.shape[1]))
-        if maxima is None or pooling.lengths is None:
+        if maxima is None:
             return rows
-        filled = pooling.lengths > 0
+        filled = block.lengths > 0
         return rows.scatter_add_(0, maxima[filled].to(torch.int64), grads[filled])
-    if pooling.drops_ids:  # the bag of ids that were not pooled is a row of zeros at the end
+    if block.keep is not None:  # the bag of ids that were not pooled is a row of zeros at the end
         grads = torch.cat([grads, grads.new_zeros((1, grads.shape[1]))])
         if weights is not None:
-            assert pooling.bags is not None
-            pooled = pooling.bags < len(grads) - 1
-            weights = weights.new_ones(len(pooled)).masked_scatter_(pooled, weights.detach())
-    return sum_duplicates(grads.contiguous(), pooling.bags, dedup, None if weights is None else weights.detach())
+            weights = weights.new_ones(block.keep.numel()).masked_scatter_(block.keep, weights.detach())
+    bags = block.bags if pooling.is_pooled else None
+    return sum_duplicates(grads.contiguous(), bags, dedup, None if weights is None else weights.detach())
 
 
 def _weight_gradient(columns: list[Tensor], grads: Tensor, pooling: Pooling, edges: list[int]) -> Tensor:
     """For each weight, its row times its bag's gradient, some at a time, so that no row is copied for each id."""
-    assert pooling.lengths is not None
-    bags = torch.arange(pooling.lengths.numel(), device=grads.device).repeat_interleave(pooling.lengths)
+    block = pooling.request.by_rows
+    assert block is not None
+    bags = block.bags if block.keep is None else block.bags[block.keep]
     out = grads.new_zeros(pooling.index.numel())
     for j, rows in enumerate(columns):
         own = grads[:, edges[j] : edges[j + 1]]
@@ -295,17 +288,15 @@ def _weight_gradient(columns: list[Tensor], grads: Tensor, pooling: Pooling, edg
     return out
 
 
-def _read_sums(columns: list[Tensor], request: OutgoingRequest) -> list[Tensor]:
+def _read_sums(columns: list[Tensor], pooling: Pooling) -> list[Tensor]:
     """The features that came as sums, group shard by group shard."""
-    found, start = [], 0
-    for i, bags in enumerate(request.by_bags):
-        start += request.row_count(i)
-        for x in bags:
-            end = start + x.lengths.numel()
-            found.append(_divide_mean(_join_columns([responses[start:end] for responses in columns]), x))
-            start = end
-    return found
-
-
-def _divide_mean(sums: Tensor, x: FeatureIds) -> Tensor:
-    return sums / x.lengths.clamp(min=1)[:, None] if x.is_mean else sums
+    request = pooling.request
+    if request.by_bags is None:
+        return []
+    if request.by_rows is not None:  # they stand after the rows of their group shard
+        places = [
+            slice(row_end + start, row_end + end)
+            for row_end, (start, end) in zip(request.cuts[1:], pairwise(request.bag_cuts), strict=True)
+        ]
+        columns = [torch.cat([responses[place] for place in places]) for responses in columns]
+    return list(_divide(_join_columns(columns), pooling.sum_divisors).split_with_sizes(request.by_bags.bag_counts))

@@ -13,7 +13,8 @@ from torch import Tensor
 from unisono.collectives import all_to_all_single
 from unisono.collectives.checks import validate_across_ranks
 from unisono.collectives.groups import as_group
-from unisono.embedding.lookup.input_dist import FeatureIds, IncomingRequest, OutgoingRequest
+from unisono.embedding.lookup.input_dist import IncomingRequest, OutgoingRequest
+from unisono.embedding.lookup.kernels import to_device
 from unisono.embedding.lookup.storage import ShardStorage
 
 _BITS = 62  # flags in one int64
@@ -34,21 +35,16 @@ class Reached:
         incoming: Sequence[IncomingRequest],
         local: Sequence[bool],
     ) -> None:
-        """Agree with the other ranks. `local`: whether this rank's loss has each feature, in the order of list_features."""
+        """Agree with the other ranks. `local`: whether this rank's loss has each feature, in the order of their requests."""
         self.tables, self.responses = range(len(storage.tables)), None
         if not self.matters or len(local) == 1:
             return
-        features = [x for request in outgoing for x in list_features(request)]
-        reached = _reached_on_any_rank(storage, [x.feature for x in features], local)
+        features = [x for request in outgoing for x in request.features]
+        reached = _reached_on_any_rank(storage, [x.name for x in features], local)
         self.tables = {x.table for x, flag in zip(features, reached, strict=True) if flag}
         if not all(reached):
-            names = {x.feature for x, flag in zip(features, reached, strict=True) if flag}
+            names = {x.name for x, flag in zip(features, reached, strict=True) if flag}
             self.responses = _mark_responses(storage, outgoing, incoming, names)
-
-
-def list_features(request: OutgoingRequest) -> list[FeatureIds]:
-    """The features in the order in which output_dist makes them."""
-    return [*request.by_rows, *(x for bags in request.by_bags for x in bags)]
 
 
 def place_responses(
@@ -58,15 +54,15 @@ def place_responses(
     column: int,
     rank: int,
     rows: Tensor,
-    sums: Sequence[Sequence[Tensor]],
+    sums: Tensor,
 ) -> None:
     """Add what belongs to the responses of one chunk of columns to `parts`, by owner and number of the table group.
 
-    `rows`: of the unique rows. `sums`: of the bags that each group shard sums.
+    `rows`: of the unique rows. `sums`: of the bags that the owners sum.
     """
-    for shard, own_sums in enumerate(sums):
-        own_rows = rows[request.cuts[shard] : request.cuts[shard + 1]]
-        parts.setdefault((request.group.owner(shard, column, rank), number), []).extend([own_rows, *own_sums])
+    for shard in range(len(request.group.shards)):
+        own = [rows[request.cuts[shard] : request.cuts[shard + 1]], sums[request.bag_cuts[shard] : request.bag_cuts[shard + 1]]]
+        parts.setdefault((request.group.owner(shard, column, rank), number), []).extend(own)
 
 
 def _reached_on_any_rank(storage: ShardStorage, features: Sequence[str], local: Sequence[bool]) -> list[bool]:
@@ -95,10 +91,14 @@ def _mark_responses(
     for number, request in enumerate(outgoing):
         unique = request.dedup.unique
         rows = torch.zeros(unique.numel(), dtype=torch.uint8, device=unique.device)
-        if request.by_rows:
-            looked_up = torch.cat([torch.full_like(x.ids, x.feature in names, dtype=torch.bool) for x in request.by_rows])
-            rows[request.dedup.inverse()[looked_up]] = 1
-        sums = [[torch.full_like(x.lengths, x.feature in names, dtype=torch.uint8) for x in bags] for bags in request.by_bags]
+        if (block := request.by_rows) is not None:
+            flags = torch.tensor([x.name in names for x in block.features]).repeat_interleave(
+                torch.tensor(block.known_id_counts())
+            )
+            rows[request.dedup.inverse[to_device(flags, unique.device)]] = 1
+        sums = rows[:0]
+        if (block := request.by_bags) is not None:
+            sums = block.each_bag([x.name in names for x in block.features]).to(torch.uint8)
         for column in range(request.group.columns):
             place_responses(parts, number, request, column, ranks.rank, rows, sums)
     flat = torch.cat([part for place in sorted(parts) for part in parts[place]])

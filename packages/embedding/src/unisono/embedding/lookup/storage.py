@@ -5,7 +5,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.sharding.layouts import Layout
 from unisono.embedding.sharding.table_groups import TableGroup, TableShard, group_tables, number_rows
 from unisono.embedding.table import Table, draw_weights
+
+if TYPE_CHECKING:
+    from unisono.embedding.lookup.features import FeatureOrder
 
 GradReduce = Literal["mean", "sum"]
 _PAGE = 2 << 20
@@ -87,6 +90,7 @@ class ShardStorage:
         self.layouts = self._validate(layouts)
         self.groups = group_tables(self.tables, self.layouts, self.ranks.size)
         self.row_numberings = number_rows(self.groups, self.tables)
+        self.feature_orders: dict[tuple[tuple[str, ...], tuple[bool, ...]], FeatureOrder] = {}  # of lookup/features.py
         self.table_of_feature = {name: k for k, table in enumerate(self.tables) for name in table.features}
         # How many steps a fused optimizer has made with each table: the same on all ranks.
         self.steps = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in self.tables]
