@@ -46,7 +46,7 @@ class SASRec(nn.Module):
         places = shift.repeat_interleave(lengths, output_size=len(vectors))
         places = places + torch.arange(len(vectors), device=lengths.device)
         padded = vectors.new_zeros(len(lengths) * length, vectors.shape[1]).index_copy(0, places, vectors)
-        outputs: Tensor = self(padded.view(len(lengths), length, -1))
+        outputs: Tensor = self(padded.view(len(lengths), length, vectors.shape[1]))
         return outputs.flatten(0, 1).index_select(0, places)
 
     def encode_users(self, ids: Mapping[str, Ids]) -> Tensor:
