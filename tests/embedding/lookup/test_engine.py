@@ -1,5 +1,10 @@
 """Prefetch: a batch that was started ahead gives the same results and errors."""
 
+import threading
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +12,8 @@ import torch.distributed as dist
 from tests.embedding.reference import ROWS
 from tests.embedding.test_collection import make_pair
 from unisono.embedding import EmbeddingCollection, Ragged, Table
+from unisono.embedding.lookup import engine, input_dist
+from unisono.embedding.lookup.input_dist import AgreedRequests
 from unisono.embedding.ragged import as_ragged
 
 
@@ -67,6 +74,59 @@ def ids_changed_after_prefetch_are_looked_up() -> None:
     with torch.no_grad():
         collection.prefetch(batch)
         assert len(collection(batch)["a"]) == 2
+
+
+class FakeStream:
+    """Stands for torch.Stream, which there is not without an accelerator."""
+
+    def __init__(self, *_: object) -> None:
+        self.waited: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waited.append(other)
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+    def record_event(self) -> str:
+        return "done"
+
+
+def an_accelerator_sends_in_the_order_of_the_program() -> None:
+    """Messages between accelerators from two threads could come in another order on each rank, and wait for each other."""
+    rank, main = dist.get_rank(), FakeStream()
+    accelerator = {"current_stream": lambda _: main, "set_stream": lambda _: None, "set_device_index": lambda _: None}
+    threads: list[tuple[str, str]] = []
+    recorded = []
+
+    def spy(module: object, name: str) -> Any:
+        original = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            threads.append((name, "main" if threading.current_thread() is threading.main_thread() else "prefetch"))
+            return original(*args, **kwargs)
+
+        return mock.patch.object(module, name, call)
+
+    collection = make_pair("row")
+    batch = {"a": torch.tensor([1, 9])[rank:], "b": torch.tensor([0, 4])[rank:]}
+    expected = collection(batch)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(engine, "is_on_host", return_value=False))
+        stack.enter_context(mock.patch.multiple(torch.accelerator, **accelerator))
+        stack.enter_context(mock.patch.object(torch, "Stream", FakeStream))
+        stack.enter_context(mock.patch.object(AgreedRequests, "record_stream", lambda *x: recorded.append(x)))
+        stack.enter_context(spy(input_dist, "all_to_all_single"))
+        stack.enter_context(spy(input_dist, "join_features"))
+        collection.prefetch(batch)
+        found = collection(batch)
+    assert all(torch.equal(found[name], expected[name]) for name in "ab")
+    assert threads == [("join_features", "prefetch"), ("all_to_all_single", "main")]
+    assert main.waited == ["done"] and recorded[0][1] is main
+
+
+def test_an_accelerator_sends_in_the_order_of_the_program(ranks):
+    ranks(an_accelerator_sends_in_the_order_of_the_program, world_size=2)
 
 
 def test_ids_changed_after_prefetch_are_looked_up(ranks):

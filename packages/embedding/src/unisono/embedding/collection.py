@@ -153,7 +153,8 @@ class EmbeddingCollection(EngineModule):
         Results do not change, since that call fetches the rows, when the tables have their last values. All ranks call, in the
         same order. Give the same tensors to that call. If any rank calls with other tensors, or has changed them in place since
         then, all ranks drop what they started and look up anew. An error in the batch is raised by that call. The first
-        prefetch makes a process group and a thread.
+        prefetch makes a process group and a thread. An accelerator sorts and counts the ids on a stream of their own, so that
+        call waits for nothing; but it sends the row numbers, since messages need one order on all ranks.
         """
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self.engine)

@@ -18,7 +18,8 @@ from unisono.collectives.autograd import disable_compile
 from unisono.collectives.checks import MismatchError, validate_across_ranks
 from unisono.collectives.groups import GroupRanks, process_group, resolve_group
 from unisono.embedding.lookup.feature_errors import Batch
-from unisono.embedding.lookup.input_dist import IncomingRequest, input_dist
+from unisono.embedding.lookup.input_dist import AgreedRequests, IncomingRequest, agree_on_requests, send_requests
+from unisono.embedding.lookup.kernels import is_on_host
 from unisono.embedding.lookup.lookup import lookup
 from unisono.embedding.lookup.output_dist import Pooling, output_dist, plan_pooling
 from unisono.embedding.lookup.reached import Reached
@@ -36,6 +37,13 @@ class DistributedInput(NamedTuple):
     poolings: list[Pooling]
 
 
+class _OnStream(NamedTuple):
+    """The start of a look-up that runs on a stream of its own."""
+
+    requests: AgreedRequests
+    done: torch.Event
+
+
 class LookupEngine:
     """Looks up features in the tables of a ShardStorage. All modules of this package have one."""
 
@@ -51,8 +59,12 @@ class LookupEngine:
     @disable_compile
     def start(self, inputs: Batch, ranks: GroupRanks, error: str = "") -> DistributedInput:
         """Do all that does not need the last values of the tables. `ranks`: those of the storage, perhaps by another group."""
-        outgoing, incoming = input_dist(self.storage, inputs, ranks, error)
-        return DistributedInput(incoming, [plan_pooling(request) for request in outgoing])
+        return self.send(agree_on_requests(self.storage, inputs, ranks, error), ranks)
+
+    @disable_compile
+    def send(self, requests: AgreedRequests, ranks: GroupRanks) -> DistributedInput:
+        incoming = send_requests(self.storage, requests, ranks)
+        return DistributedInput(incoming, [plan_pooling(request) for request in requests.outgoing])
 
     @disable_compile
     def finish(self, inputs: DistributedInput) -> dict[str, Tensor]:
@@ -111,7 +123,12 @@ class EngineModule(nn.Module):
 
 
 class Prefetcher:
-    """Runs input_dist of the next batch in a thread, over a process group of its own. It holds at most one batch."""
+    """Runs the start of the next look-up in a thread, over a process group of its own. It holds at most one batch.
+
+    On a CPU that is all of input_dist. On an accelerator it is all but the message between accelerators, on a stream beside the
+    caller's; `take` sends that message, in the caller's thread. So the accelerators' messages have one order on all ranks, that
+    of the program, and none can wait for another that comes later.
+    """
 
     def __init__(self, engine: LookupEngine) -> None:
         self.engine = engine
@@ -124,22 +141,30 @@ class Prefetcher:
             self.ranks = resolve_group(made)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="unisono-prefetch")
         weakref.finalize(self, self.pool.shutdown, wait=False)
-        self.started: tuple[object, list[int], Future[DistributedInput]] | None = None
+        self.started: tuple[object, list[int], Future[DistributedInput | _OnStream]] | None = None
 
     def start(self, features: object, inputs: Batch, error: str) -> None:
         self.drop()
-        device = self.engine.storage.options.device
-        stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
-        enabled = torch.is_grad_enabled()
+        device, enabled = self.engine.storage.options.device, torch.is_grad_enabled()
 
         def run() -> DistributedInput:
-            if stream is not None:  # a new thread has neither the device nor the stream of its caller
-                torch.accelerator.set_device_index(device)
-                torch.accelerator.set_stream(stream)
             with torch.set_grad_enabled(enabled):
                 return self.engine.start(inputs, self.ranks, error)
 
-        self.started = features, _versions(features, inputs), self.pool.submit(run)
+        def run_beside() -> _OnStream:
+            torch.accelerator.set_device_index(device)  # a new thread has neither the device nor the stream of its caller
+            torch.accelerator.set_stream(side)
+            with torch.set_grad_enabled(enabled):
+                requests = agree_on_requests(self.engine.storage, inputs, self.ranks, error)
+            return _OnStream(requests, side.record_event())
+
+        if is_on_host(device):
+            future: Future[Any] = self.pool.submit(run)
+        else:
+            side = torch.Stream(device)
+            side.wait_stream(torch.accelerator.current_stream(device))  # for the batch
+            future = self.pool.submit(run_beside)
+        self.started = features, _versions(features, inputs), future
 
     def take(self, features: object, inputs: Batch, error: str = "") -> DistributedInput | None:
         """Return what was started for these features, if all ranks have it; otherwise drop it on all of them.
@@ -170,7 +195,13 @@ class Prefetcher:
             self.drop()
             return None
         self.started = None
-        return future.result()
+        found = future.result()
+        if isinstance(found, DistributedInput):
+            return found
+        stream = torch.accelerator.current_stream(device)
+        stream.wait_event(found.done)
+        found.requests.record_stream(stream)
+        return self.engine.send(found.requests, self.engine.storage.ranks)
 
     def drop(self) -> None:
         """Wait for what was started, and forget it and its error: all ranks have sent messages for it."""

@@ -105,10 +105,23 @@ class IncomingRequest:
         return number_bags(self.lengths, self.rows.numel())
 
 
-def input_dist(
-    storage: ShardStorage, batch: Batch, ranks: GroupRanks, error: str = ""
-) -> tuple[list[OutgoingRequest], list[IncomingRequest]]:
-    """Request the rows of a batch from their owners: for each table group, what goes out and what comes in.
+class AgreedRequests(NamedTuple):
+    """What this rank requests from each table group, and how much all ranks request from this one: see _exchange_counts."""
+
+    outgoing: list[OutgoingRequest]
+    counts: list[list[int]]
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tell torch that another stream will use the tensors."""
+        for request in self.outgoing:
+            blocks = [request.dedup, *(block for block in (request.by_rows, request.by_bags) if block is not None)]
+            for x in (x for block in blocks for x in vars(block).values()):
+                if isinstance(x, Tensor):
+                    x.record_stream(stream)
+
+
+def agree_on_requests(storage: ShardStorage, batch: Batch, ranks: GroupRanks, error: str = "") -> AgreedRequests:
+    """Find out which rows to request, and agree with the other ranks, without a message between accelerators.
 
     Args:
         ranks: Those of the storage, perhaps over another process group.
@@ -127,8 +140,9 @@ def input_dist(
     calls = sorted(_describe(batch))
     differentiates = torch.is_grad_enabled() and storage.requires_grad()
     same = f"features {', '.join(calls)}; gradients: {differentiates}{storage.describe_training() if differentiates else ''}"
-    counts = _exchange_counts(options.function, outgoing, ranks, same=same, error=error, device=options.device)
-    return outgoing, _exchange_rows(storage, outgoing, counts, ranks)
+    return AgreedRequests(
+        outgoing, _exchange_counts(options.function, outgoing, ranks, same=same, error=error, device=options.device)
+    )
 
 
 # What to request
@@ -213,10 +227,9 @@ def _exchange_counts(
     return received
 
 
-def _exchange_rows(
-    storage: ShardStorage, outgoing: Sequence[OutgoingRequest], counts: Sequence[Sequence[int]], ranks: GroupRanks
-) -> list[IncomingRequest]:
-    """Send every rank what is requested from it. `counts`: of _exchange_counts."""
+def send_requests(storage: ShardStorage, requests: AgreedRequests, ranks: GroupRanks) -> list[IncomingRequest]:
+    """Send every rank what is requested from it; return what is requested from this one."""
+    outgoing, counts = requests
     weight_dtype = torch.float64 if storage.options.dtype == torch.float64 else torch.float32
     rows_only = len(outgoing) == 1 and outgoing[0].is_rows_only  # a message is the rows alone: no loop over ranks
     if rows_only:
