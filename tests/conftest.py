@@ -1,10 +1,6 @@
-"""The fixtures that the harness offers to other repos serve here, too."""
+"""The order of the tests. The fixtures ranks, world_size and law come with unisono.collectives, by an entry point."""
 
 import pytest
-
-from unisono.collectives.testing.fixtures import ranks, world_size
-
-__all__ = ["ranks", "world_size"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,10 +1,9 @@
 """The Triton tiles: right in Triton's interpreter, small enough for the registers of a GPU, and chosen with care."""
 
-import os
-import subprocess
-import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="this torch comes without Triton")
 
-from tests.contrastive.triton_compiler import compiled_for
-from unisono.contrastive.tiled import triton_choice, triton_tiles
+from tests.collectives import triton_compiler
+from tests.collectives.triton_interpreter import run_interpreted
+from unisono.contrastive.tiled import triton_choice, triton_kernels, triton_tiles
 from unisono.contrastive.tiled.block_kernels import LogsAndGrads
 from unisono.contrastive.tiled.device_tiles import allow_tf32
 from unisono.contrastive.tiled.tiles import ColumnBlock, LogSumExp, TilePlan
@@ -21,12 +21,16 @@ from unisono.contrastive.tiled.triton_tiles import TritonTiles
 
 
 def test_in_the_interpreter():
-    """The interpreter must be chosen before Triton is imported, hence another process."""
-    tests = Path(__file__).with_name("interpreted_triton.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests)]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    run_interpreted(Path(__file__).with_name("interpreted_triton.py"))
+
+
+@contextmanager
+def compiled_for(arch):
+    """Launches of the Triton tiles compile for sm_`arch`, with the tiles that they have there."""
+    blocks = triton_tiles.tile_blocks
+    here = lambda dtype, rows, wide, *_: blocks(dtype, rows, wide, (arch // 10, 0))  # noqa: E731
+    with triton_compiler.compiled_for(arch, triton_kernels) as usages, mock.patch.object(triton_tiles, "tile_blocks", here):
+        yield usages
 
 
 SHARED_MEMORY = {80: 163 * 2**10, 90: 227 * 2**10}  # of one block of threads
@@ -146,7 +150,7 @@ def first_use(monkeypatch):
         monkeypatch.setattr(triton_choice, "largest_difference", compare)
         return calls
 
-    monkeypatch.setattr(triton_choice, "_agreed", {})
+    monkeypatch.setattr(triton_choice, "_problems", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.delenv("UNISONO_TRITON", raising=False)
     return set_answer

@@ -229,6 +229,7 @@ OTHERS = {
     "dtype": lambda: ShardedEmbeddingBag(7, 4, mode="sum", dtype=torch.float64),
     "wire": lambda: ShardedEmbeddingBag(7, 4, mode="sum", wire_dtype=torch.bfloat16),
     "optimizer": lambda: ShardedEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=0.1)),
+    "no rule": lambda: ShardedEmbeddingBag(7, 4, mode="sum", optimizer={"other": SGD(lr=0.1)}),
 }
 
 
@@ -282,7 +283,7 @@ A, B = Table("a", 5, 2), Table("b", 5, 2)
         (lambda: ShardedEmbedding(5, 2, grad_reduce="avg"), "ShardedEmbedding: grad_reduce='avg' is neither 'mean' nor 'sum'"),
         (lambda: ShardedEmbedding(5, 2, padding_idx=5), "padding_idx=5 must be within the 5 rows"),
         (lambda: ShardedEmbedding(-1, 2), "rows=-1 and dim=2 must not be negative"),
-        (lambda: ShardedEmbedding(5, 2, sparse=True, optimizer=SGD(lr=0.1)), "sparse=True is about gradients"),
+        (lambda: ShardedEmbedding(5, 2, stochastic_rounding=True), "stochastic_rounding=True is about the steps of"),
         (lambda: ShardedEmbeddingBag(5, 2, mode="min"), "ShardedEmbeddingBag: mode='min' is not one of 'sum', 'mean', 'max'"),
         (
             lambda: ShardedEmbeddingBag(5, 2, mode="max", scale_grad_by_freq=True),
@@ -312,7 +313,9 @@ A, B = Table("a", 5, 2), Table("b", 5, 2)
         (lambda: EmbeddingCollection([A, B], plan={"a": "row"}), "plan has no layout for table 'b'; it has"),
         (lambda: EmbeddingCollection([A, B], plan={"a": "row", "b": "rows"}), "EmbeddingCollection: plan='rows' is neither"),
         (lambda: EmbeddingCollection([A], plan="rows"), "EmbeddingCollection: plan='rows' is neither a Layout nor one of"),
-        (lambda: EmbeddingCollection([A], plan="row", sparse=True, optimizer=SGD(lr=0.1)), "sparse=True is about gradients"),
+        (lambda: EmbeddingCollection([A], optimizer={"b": SGD(lr=0.1)}), "optimizer has no rule for table 'a'; it has .'b'."),
+        (lambda: EmbeddingCollection([A], optimizer={"a": SGD(lr=1), "b": SGD(lr=1)}), "a rule for 'b', which is no table"),
+        (lambda: EmbeddingCollection([A], optimizer={"a": None}), "table 'a': optimizer=NoneType: expected one of"),
         (
             lambda: EmbeddingCollection([A], plan="row", grad_reduce="none"),
             "EmbeddingCollection: grad_reduce='none' is neither",

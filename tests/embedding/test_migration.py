@@ -105,6 +105,12 @@ def a_fused_optimizer(theirs: str, ours: str) -> None:
     assert (collection.full_weight("a") != before).any(1).nonzero().flatten().tolist() == [1, 2, 5]
 
 
+def a_cache(theirs: str, ours: str) -> None:
+    collection = run(ours, tables=[Table("a", 11, 4)])
+    assert collection.cache_stats()["a"].slots == 2
+    assert torch.equal(collection({"a": IDS})["a"], collection.full_weight("a")[IDS])
+
+
 def a_quantized_copy(theirs: str, ours: str) -> None:
     collection = EmbeddingCollection([Table("a", 11, 4)])
     found, expected = run(ours, collection=collection)({"a": IDS})["a"], collection({"a": IDS})["a"]
@@ -134,6 +140,7 @@ ROWS = {
     '`EmbeddingCollection(tables)(Ragged.from_keyed_jagged(features, names=["x"]))`': a_collection,
     "`torch.cat(list(pooled.values()), dim=1)`": one_tensor,
     "`EmbeddingCollection(tables, optimizer=RowwiseAdagrad(lr=0.1))`": a_fused_optimizer,
+    "`EmbeddingCollection(tables, plan=Layout.row().in_host_memory(cache=0.1), optimizer=SGD(lr=0.1))`": a_cache,
     "`quantize(collection)`": a_quantized_copy,
     "`DistributedDataParallel(exclude_from_ddp(model))`": beside_ddp_on_ranks,
     "`plan_tables(tables, 8, batch_size=512)`": a_plan,

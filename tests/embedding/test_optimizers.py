@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from tests.embedding.reference import DIM, ROWS, layouts
+from tests.embedding.reference import DIM, ROWS, layouts, local_gradient
 from tests.embedding.test_collection import make_pair
 from unisono.collectives import MismatchError
 from unisono.embedding import (
@@ -364,3 +364,37 @@ def frozen_tables_get_no_gradient() -> None:
 
 def test_frozen_tables_get_no_gradient(ranks):
     ranks(frozen_tables_get_no_gradient, world_size=3)
+
+
+def penalised_loss(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A loss for each sample, and the square of its gradient by the sample's rows: a gradient penalty."""
+    losses = (rows.sin() * rows.cumsum(-1)).flatten(1).sum(1) * (1 + ids.sum(1) % 3)
+    (gradient,) = torch.autograd.grad(losses.sum(), rows, create_graph=True)
+    return (losses + gradient.square().flatten(1).sum(1)).sum()
+
+
+def gradient_penalty_matches() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ids = torch.randint(ROWS, (7, 2), generator=torch.Generator().manual_seed(5))
+    own = ids.split([7 - 3 * (size - 1), *[3] * (size - 1)] if size < 3 else [3, 0, 4])[rank]
+    for name, layout in layouts(size).items():
+        for options in ({}, {"sparse": True}, {"optimizer": SGD(lr=1.0)}):
+            torch.manual_seed(1)
+            dense = nn.Embedding(ROWS, DIM, dtype=torch.float64)
+            module = ShardedEmbedding.from_dense(dense, layout, grad_reduce="sum", **options)
+            penalised_loss(dense(ids), ids).backward()
+            penalised_loss(module(own), own).backward()
+            found = dense.weight.detach() - module.full_weight() if "optimizer" in options else local_gradient(module)
+            torch.testing.assert_close(found, dense.weight.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradient_penalty_matches_one_process(size, ranks):
+    ranks(gradient_penalty_matches, world_size=size)
+
+
+def test_second_derivatives_by_the_weights_are_rejected():
+    module = ShardedEmbedding(ROWS, DIM)
+    (gradient,) = torch.autograd.grad(module(torch.tensor([1, 2])).square().sum(), module.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()

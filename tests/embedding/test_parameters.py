@@ -24,7 +24,12 @@ from unisono.embedding import (
     Table,
 )
 
-RULES = {"RowwiseAdagrad": RowwiseAdagrad(lr=0.1), "Adagrad": Adagrad(lr=0.1), "Adam": Adam(lr=0.1)}
+RULES = {
+    "RowwiseAdagrad": RowwiseAdagrad(lr=0.1),
+    "Adagrad": Adagrad(lr=0.1),
+    "Adam": Adam(lr=0.1),
+    "by table": {"a": RowwiseAdagrad(lr=0.1), "b": Adam(lr=0.1), "c": Adagrad(lr=0.2)},
+}
 TABLES = [Table("a", ROWS, DIM), Table("b", 7, 4, mode="mean"), Table("c", 3, DIM)]
 
 

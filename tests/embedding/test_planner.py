@@ -189,6 +189,14 @@ def test_plan_is_no_busier_than_simple_ones(world_size):
         assert max(plan.load) <= 1.1 * float(min(by_rows.max(), whole + busy.max()))
 
 
+def test_each_table_takes_the_memory_of_its_own_rule():
+    tables = [Table("a", 1000, 8), Table("b", 500, 16)]
+    plan = plan_tables(tables, 1, optimizer={"a": RowwiseAdagrad(lr=1), "b": Adam(lr=1)})
+    assert [t.memory for t in plan.tables] == [1000 * (8 * 4 + 4), 500 * 16 * 3 * 4]
+    with pytest.raises(ValueError, match="plan_tables: optimizer has no rule for table 'b'"):
+        plan_tables(tables, 1, optimizer={"a": SGD(lr=1)})
+
+
 def test_estimates_of_different_ids():
     assert expect_unique(5, 0) == 0
     assert expect_unique(5, 1) == 1
@@ -296,3 +304,49 @@ def test_rows_say_what_the_text_says():
     tables, ranks = plan.to_rows()
     assert [row["table"] for row in tables] == ["user", "word"] and [row["2 ranks"] for row in ranks] == ["rank 0", "rank 1"]
     assert all(value in str(plan) for row in [*tables, *ranks] for value in row.values())
+
+
+def test_tables_that_do_not_fit_stay_in_host_memory():
+    tables = [Table("rare", 5_000, 16), Table("often", 5_000, 16, ids_per_bag=20), Table("small", 10, 16)]
+    rule = Adagrad(lr=1)
+    whole = 8 * 16 * 5_000
+
+    def plan_within(cap, host=10 * whole, world_size=1, **options):
+        return plan_tables(
+            tables, world_size, batch_size=64, memory_per_rank=cap, host_memory_per_rank=host, optimizer=rule, **options
+        )
+
+    assert plan_within(3 * whole).host_memory == (0,)
+    plan = plan_within(2 * whole)
+    assert {name: str(layout) for name, layout in plan.layouts.items()} == {
+        "rare": "table on 0, in host memory, cache 50 %",
+        "often": "table on 0",
+        "small": "table on 0",
+    }
+    assert plan.host_memory == (whole,) and [table.host_memory for table in plan.tables] == [whole, 0, 0]
+    lines = str(plan).splitlines()
+    assert re.search(r"rare .* in host memory, cache 50 % .* the tables do not fit on the devices; 64 bags", lines[1])
+    assert re.search(r"1 rank +memory +host memory +sent +load", lines[-2])
+    assert "host memory" not in str(plan_within(3 * whole))
+    caches = []
+    for cap in (2 * whole, whole + 70_000, whole, whole // 2, whole // 3):
+        plan = plan_within(cap)
+        module = EmbeddingCollection(tables, plan=plan, optimizer=rule, device="meta")
+        shards = module.engine.storage.shards
+        on_device = [x for s in shards for x in ((s.weight, *s.state.values()) if s.cache is None else vars(s.cache).values())]
+        on_device += [x for s in shards if s.cache for x in (s.cache.weight, *s.cache.state.values())]
+        used = sum(x.nbytes for x in on_device if isinstance(x, torch.Tensor))
+        assert used <= plan.memory[0] <= cap  # less at first, if the cache will grow for a batch
+        assert used > 0.99 * plan.memory[0] or plan.layouts["rare"].host_memory.cache < 0.5
+        caches.append([layout.host_memory.cache for layout in plan.layouts.values() if layout.host_memory])
+    assert caches == [[0.5], [0.05], [0.2, 0.2], [0.1, 0.1], [0.01, 0.01]]
+    rows = plan_within(whole, world_size=4)
+    assert rows.host_memory == (0,) * 4 and 0 < max(plan_within(whole // 3, world_size=4).host_memory) <= whole // 2
+    with pytest.raises(ValueError, match=rf"host_memory_per_rank=9 is not enough .* it must be at least {whole}"):
+        plan_within(2 * whole, host=9)
+    with pytest.raises(ValueError, match="or host_memory_per_rank say how much"):
+        plan_within(whole, host=None)
+    with pytest.raises(ValueError, match="memory_per_rank must be at least") as error:
+        plan_within(1000)
+    least = int(re.search(r"memory_per_rank must be at least (\d+)", str(error.value))[1])
+    assert least < whole // 3 and max(plan_within(least).memory) <= least

@@ -1,12 +1,15 @@
-"""TableOptimizer: one step for all gradients since zero_grad, with a rule for each table; on many ranks as in one process."""
+"""A rule for each table, and one step for all gradients since zero_grad: on many ranks as in one process."""
 
 import copy
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from unisono.embedding import (
     SGD,
@@ -16,9 +19,9 @@ from unisono.embedding import (
     GradScaler,
     RowwiseAdagrad,
     Table,
-    TableOptimizer,
     clip_grad_norm_,
 )
+from unisono.embedding.lookup import compiled
 
 TABLES = [Table("a", 23, 4), Table("b", 11, 6, ["b", "b2"], padding_idx=2), Table("c", 9, 3, mode="max")]
 RULES = {
@@ -26,7 +29,7 @@ RULES = {
     "b": Adam(lr=0.2),
     "c": Adagrad(lr=0.1, initial_accumulator_value=0.5),
 }
-PLANS: dict[str, Any] = {"row": "row", "mixed": {"a": "table", "b": "column", "c": "replicated"}}
+PLANS: dict[str, Any] = {"row": "row", "column": "column", "mixed": {"a": "table", "b": "column", "c": "replicated"}}
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -55,9 +58,9 @@ def loss_of(collection: EmbeddingCollection, step: int) -> Tensor:
     return sum((found[name] * weights[name]).square().sum() + 0 * found[name].sum() for name in used)
 
 
-def make(plan: Any, **options: Any) -> EmbeddingCollection:
+def make(plan: Any, *, dtype: torch.dtype = torch.float64, **options: Any) -> EmbeddingCollection:
     torch.manual_seed(0)
-    return EmbeddingCollection(TABLES, plan=plan, grad_reduce="sum", dtype=torch.float64, **options)
+    return EmbeddingCollection(TABLES, plan=plan, grad_reduce="sum", dtype=dtype, **options)
 
 
 def weights_of(collection: EmbeddingCollection) -> dict[str, Tensor]:
@@ -71,9 +74,9 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         )
 
 
-def train(plan: Any, *, micro_batches: int = 1, max_norm: float | None = None) -> dict[str, Tensor]:
-    collection = make(plan, sparse=True)
-    optimizer = TableOptimizer(collection, RULES)
+def train(plan: Any, *, micro_batches: int = 1, max_norm: float | None = None, sparse: bool = True) -> dict[str, Tensor]:
+    collection = make(plan, optimizer=RULES, sparse=sparse)
+    optimizer = collection.optimizer
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     for step in range(4):
         optimizer.zero_grad()
@@ -86,46 +89,60 @@ def train(plan: Any, *, micro_batches: int = 1, max_norm: float | None = None) -
     return weights_of(collection)
 
 
-@pytest.mark.parametrize("rule", [SGD(lr=0.1, weight_decay=0.1), *RULES.values()], ids=lambda rule: type(rule).__name__)
-def test_one_backward_is_a_step_of_the_fused_optimizer(ranks, rule):
-    fused_and_not(rule, "table")
-    ranks(fused_and_not, rule, "row", world_size=3)
+def one_backward_both_ways(plan: Any, options: dict[str, Any]) -> None:
+    """Check that a step in the backward and a step after it leave the same bits."""
+    for rules in (RULES, SGD(lr=0.1, weight_decay=0.1)):
+        fused, collection = (make(plan, optimizer=rules, sparse=sparse, **options) for sparse in (False, True))
+        for step in range(4):
+            loss_of(fused, step).backward()
+            collection.optimizer.zero_grad()
+            loss_of(collection, step).backward()
+            kept = {name: x.grad.clone() for name, x in collection.named_parameters() if x.grad is not None}
+            collection.optimizer.step()
+            for name, x in collection.named_parameters():
+                assert x.grad is None or torch.equal(x.grad._values(), kept[name]._values()), "a step leaves gradients alone"
+        state, other = fused.state_dict(), collection.state_dict()
+        assert list(state) == list(other), "checkpoints of both have the same entries"
+        for name, value in state.items():
+            local, found = (getattr(x, "_local_tensor", x) for x in (value, other[name]))
+            assert torch.equal(local, found), name
+        fused.load_state_dict(other)
 
 
-def fused_and_not(rule: Any, plan: str) -> None:
-    fused, collection = make(plan, optimizer=rule), make(plan, sparse=True)
-    optimizer = TableOptimizer(collection, rule)
-    for step in range(4):
-        loss_of(fused, step).backward()
-        optimizer.zero_grad()
-        loss_of(collection, step).backward()
-        optimizer.step()
-    assert_same(weights_of(collection), weights_of(fused))
-    state, other = fused.state_dict(), collection.state_dict()
-    assert list(state) == list(other), "checkpoints of both have the same entries"
-    fused.load_state_dict(other)
-    collection.load_state_dict(state)
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+def test_a_step_after_one_backward_has_the_bits_of_a_step_in_it(ranks, kernels):
+    for options in ({}, {"dtype": torch.float32}, {"dtype": torch.bfloat16}):
+        with_kernels(kernels, "table", options)
+    ranks(with_kernels, kernels, "row", {"dtype": torch.float32}, world_size=3)
+    ranks(with_kernels, kernels, "column", {"dtype": torch.float32}, world_size=3)
+    ranks(with_kernels, kernels, "column", {"dtype": torch.bfloat16, "stochastic_rounding": True}, world_size=2)
 
 
-@pytest.mark.parametrize("plan", ["row", "mixed"])
-@pytest.mark.parametrize(("micro_batches", "max_norm"), [(1, None), (3, None), (2, 0.5)])
-def test_steps_match_one_process(ranks, plan, micro_batches, max_norm):
-    expected = train("replicated", micro_batches=micro_batches, max_norm=max_norm)
-    for world in (2, 3) if micro_batches > 1 else (4,):
-        for found in ranks(train_by_name, plan, micro_batches, max_norm, world_size=world):
+def with_kernels(kernels: str, plan: Any, options: dict[str, Any]) -> None:
+    loaded = compiled.load() if kernels == "compiled" else compiled.Loaded(None, "a test")
+    with mock.patch.object(compiled, "load", return_value=loaded):
+        one_backward_both_ways(plan, options)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("micro_batches", "max_norm", "sparse"), [(1, None, False), (3, None, True), (2, 0.5, True)])
+def test_steps_match_one_process(ranks, plan, micro_batches, max_norm, sparse):
+    expected = train("replicated", micro_batches=micro_batches, max_norm=max_norm, sparse=sparse)
+    for world in (2, 3) if sparse else (4,):
+        for found in ranks(train_by_name, plan, micro_batches, max_norm, sparse, world_size=world):
             assert_same(found, expected)
 
 
-def train_by_name(plan: str, micro_batches: int, max_norm: float | None) -> dict[str, Tensor]:
-    return train(PLANS[plan], micro_batches=micro_batches, max_norm=max_norm)
+def train_by_name(plan: str, micro_batches: int, max_norm: float | None, sparse: bool) -> dict[str, Tensor]:
+    return train(PLANS[plan], micro_batches=micro_batches, max_norm=max_norm, sparse=sparse)
 
 
 def test_micro_batches_are_one_step():
     """Two halves of a batch give what the whole batch gives in one backward."""
     results = []
     for parts in ([slice(0, 7)], [slice(0, 3), slice(3, 3), slice(3, 7)]):
-        collection = make("row", sparse=True)
-        optimizer = TableOptimizer(collection, RULES)
+        collection = make("row", optimizer=RULES, sparse=True)
+        optimizer = collection.optimizer
         for step in range(3):
             optimizer.zero_grad()
             for part in parts:
@@ -137,9 +154,25 @@ def test_micro_batches_are_one_step():
 
 
 def test_each_table_has_its_rule():
-    together = train("row")
-    for name, rule in RULES.items():
-        assert_same({name: together[name]}, {name: train_with(rule)[name]})
+    for sparse in (False, True):
+        together = train("row", sparse=sparse)
+        for name, rule in RULES.items():
+            assert_same({name: together[name]}, {name: train_with(rule)[name]})
+
+
+def test_equal_rules_share_a_param_group():
+    collection = make("row", optimizer={"a": SGD(lr=0.1), "b": Adam(lr=0.2), "c": SGD(lr=0.1)})
+    groups = collection.optimizer.param_groups
+    assert [(group["tables"], group["lr"]) for group in groups] == [(["a", "c"], 0.1), (["b"], 0.2)]
+    assert [id(x) for x in groups[0]["params"]] == [id(collection.weight(name)) for name in "ac"]
+    groups[0]["lr"] = 0.0
+    before = weights_of(collection)
+    loss_of(collection, 1).backward()
+    after = weights_of(collection)
+    assert [torch.equal(before[name], after[name]) for name in "abc"] == [True, False, True]
+    other = make("row", optimizer={"a": SGD(lr=0.1), "b": Adam(lr=0.2), "c": SGD(lr=0.1)})
+    other.optimizer.load_state_dict(collection.optimizer.state_dict())
+    assert [group["lr"] for group in other.optimizer.param_groups] == [0.0, 0.2]
 
 
 def train_with(rule: Any) -> dict[str, Tensor]:
@@ -153,9 +186,8 @@ def train_with(rule: Any) -> dict[str, Tensor]:
 
 
 def scaled(plan: str, bad_step: int) -> tuple[dict[str, Tensor], float]:
-    collection = make(PLANS[plan], sparse=True)
-    rules = {**RULES, "b": SGD(lr=0.1)}
-    optimizer, scaler = TableOptimizer(collection, rules), GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    collection = make(PLANS[plan], optimizer={**RULES, "b": SGD(lr=0.1)}, sparse=True)
+    optimizer, scaler = collection.optimizer, GradScaler("cpu", init_scale=8.0, growth_interval=100)
     for step in range(3):
         optimizer.zero_grad()
         loss = loss_of(collection, step)
@@ -206,8 +238,8 @@ def test_all_ranks_skip_a_step_of_an_optimizer_that_unscales_for_itself(ranks):
 
 
 def test_rows_that_are_reset_lose_their_state():
-    collection = make("row", sparse=True)
-    optimizer = TableOptimizer(collection, RULES)
+    collection = make("row", optimizer=RULES, sparse=True)
+    optimizer = collection.optimizer
     loss_of(collection, 1).backward()
     optimizer.step()
     collection.reset_rows("a", torch.arange(23))
@@ -216,8 +248,8 @@ def test_rows_that_are_reset_lose_their_state():
 
 def reset_and_train(plan: str) -> None:
     """Tables that are drawn anew train as new tables do: nothing is left of the old states, on any rank."""
-    trained, fresh = make(PLANS[plan], sparse=True), make(PLANS[plan], sparse=True)
-    optimizers = [TableOptimizer(collection, RULES) for collection in (trained, fresh)]
+    trained, fresh = (make(PLANS[plan], optimizer=RULES, sparse=True) for _ in range(2))
+    optimizers = [trained.optimizer, fresh.optimizer]
     for step in range(3):
         loss_of(trained, step).backward()
         optimizers[0].step()
@@ -238,8 +270,8 @@ def test_drawing_weights_anew_resets_the_states(ranks):
 
 
 def test_copy_keeps_the_states():
-    collection = make("row", sparse=True)
-    optimizer = TableOptimizer(collection, RULES)
+    collection = make("row", optimizer=RULES, sparse=True)
+    optimizer = collection.optimizer
     loss_of(collection, 1).backward()
     optimizer.step()
     twin, its_optimizer = copy.deepcopy((collection, optimizer))
@@ -255,38 +287,61 @@ def test_copy_keeps_the_states():
 
 
 def test_other_memory_keeps_the_states():
-    collection = make("row", sparse=True)
-    optimizer = TableOptimizer(collection, RULES)
+    collection = make("row", optimizer=RULES, sparse=True)
+    optimizer = collection.optimizer
     collection.weight("b").data = torch.ones(11, 6, dtype=torch.float64)
     loss_of(collection, 1).backward()
     optimizer.step()
     assert int(collection.tables["b"].states["step"]) == 1
 
 
-def test_moved_tables_have_lost_optimizer_and_states():
-    collection = make("row", sparse=True)
-    TableOptimizer(collection, RULES)
-    collection.float()
-    assert list(collection.state_dict()) == [f"tables.{name}.weight" for name in "abc"]
-    collection.reset_rows("a", torch.arange(23))
-    collection.reset_parameters()
+def test_moved_tables_keep_optimizer_and_states():
+    moved, made = make("row", optimizer=RULES, sparse=True), make("row", optimizer=RULES, sparse=True, dtype=torch.float32)
+    moved.float()
+    made.load_state_dict(moved.state_dict())
+    for collection in (moved, made):
+        for step in range(2):
+            loss_of(collection, step).backward()
+            collection.optimizer.step()
+            collection.optimizer.zero_grad()
+    state = made.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in moved.state_dict().items())
 
 
-def test_bad_arguments():
-    for options, rules, text in [
-        ({}, SGD(lr=1.0), "the collection must be made with sparse=True"),
-        ({"sparse": True}, {"a": SGD(lr=1.0), "b": SGD(lr=1.0)}, "rules has none for table 'c'"),
-        ({"sparse": True}, {**RULES, "d": SGD(lr=1.0)}, "rules has one for 'd', which is no table"),
-        ({"sparse": True}, torch.optim.SGD, "expected one of unisono.embedding, such as RowwiseAdagrad"),
-        ({"sparse": True}, None, "expected a rule, got None"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            TableOptimizer(make("row", **options), rules)
-    with pytest.raises(ValueError, match="RowwiseAdagrad needs whole rows, but table 'a' is cut into columns"):
-        TableOptimizer(make("column", sparse=True), RULES)
-    collection = make("row", sparse=True)
-    optimizer = TableOptimizer(collection, RULES)
-    collection.float()
+def test_larger_tables_take_rows_with_their_states():
+    collection = make("row", optimizer=RULES)
+    larger = EmbeddingCollection(
+        [replace(table, rows=table.rows + 5) for table in TABLES], plan="row", optimizer=RULES, dtype=torch.float64
+    )
     loss_of(collection, 1).backward()
-    with pytest.raises(RuntimeError, match="make the optimizer after"):
-        optimizer.step()
+    larger.copy_rows(collection)
+    state = larger.state_dict()
+    for name, value in collection.state_dict().items():
+        assert torch.equal(state[name][: len(value)] if value.ndim else state[name], value), name
+
+
+def checkpoint_tools_change_nothing() -> None:
+    """get_state_dict makes a step with dense gradients of zeros, unless the optimizer has a state."""
+    collection = make("row", optimizer=RULES, sparse=True)
+    loss_of(collection, 1).backward()
+    collection.optimizer.step()
+    collection.optimizer.zero_grad()
+    before = {name: getattr(x, "_local_tensor", x).clone() for name, x in collection.state_dict().items()}
+    saved = get_optimizer_state_dict(collection, collection.optimizer)
+    collection.optimizer.param_groups[0]["lr"] = 7.0
+    set_optimizer_state_dict(collection, collection.optimizer, saved)
+    assert collection.optimizer.param_groups[0]["lr"] == 0.3
+    for name, value in collection.state_dict().items():
+        assert torch.equal(getattr(value, "_local_tensor", value), before[name]), name
+
+
+def test_checkpoint_tools_change_nothing(ranks):
+    checkpoint_tools_change_nothing()
+    ranks(checkpoint_tools_change_nothing, world_size=2)
+
+
+def test_a_dense_gradient_is_rejected():
+    collection = make("row", optimizer=RULES, sparse=True)
+    collection.weight("b").square().sum().backward()
+    with pytest.raises(TypeError, match="the gradient of table 'b' is dense"):
+        collection.optimizer.step()

@@ -83,6 +83,8 @@ def test_wheel_installs_alone(name, tmp_path):
     run(UV, "venv", "--quiet", "--python", sys.executable, environment)
     run(UV, "pip", "install", "--quiet", "--python", environment, "--constraint", CONSTRAINTS, *wheels)
     run(environment / "bin" / "python", "-E", "-W", "error::ImportWarning", "-c", WORKS[name], cwd=tmp_path)
+    run(environment / "bin" / "unisono-check", "--example", cwd=tmp_path)
+    assert "def step(" in (tmp_path / "train_step.py").read_text()
 
 
 def test_models_install_with_their_packages(tmp_path):

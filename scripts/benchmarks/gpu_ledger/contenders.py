@@ -50,7 +50,7 @@ class Contender(NamedTuple):
     """`make` builds the job inside the simulation."""
 
     make: Callable[..., Step]
-    triton: bool = True  # whether the losses may take their Triton kernels
+    triton: bool = True  # whether losses and tables may take their Triton kernels
     data: Callable[[Size], Any] | None = None  # makes real data before the simulation, in which integers keep their values
 
 
@@ -357,7 +357,9 @@ JOBS: dict[str, Job] = {
     "Embedding tables": Job(
         {
             "unisono EmbeddingCollection, rows": Contender(tables("row"), data=zipf_ids),
+            "unisono EmbeddingCollection, rows, no Triton": Contender(tables("row"), triton=False, data=zipf_ids),
             "unisono EmbeddingCollection, tables": Contender(tables("table"), data=zipf_ids),
+            "unisono EmbeddingCollection, tables, no Triton": Contender(tables("table"), triton=False, data=zipf_ids),
         },
         {"26 tables, 64 samples": Size(64)},
         "The tables of the embedding benchmark, with ids by Zipf's law; the other ranks have copies of this rank's ids.",

@@ -53,8 +53,8 @@ def as_on_a_gpu(storage: ShardStorage, batch: features.Batch) -> JoinedFeatures 
     with mock.patch.object(features, "is_on_host", return_value=False):
         joined = join_features(storage, batch)
     if joined is not None:
-        assert joined.checks is not None
-        joined = joined if joined.are_valid(joined.checks.tolist()) else None
+        assert joined.checks
+        joined = joined if joined.are_valid(torch.cat([*joined.checks]).tolist()) else None
     return joined
 
 

@@ -8,7 +8,7 @@ from unisono.embedding.id_map import IdMap, IdMapCollection
 from unisono.embedding.inference import InferenceCollection, quantize, unshard
 from unisono.embedding.lookup.input_dist import IdOutOfRange, UnknownFeature
 from unisono.embedding.modules import ShardedEmbedding, ShardedEmbeddingBag
-from unisono.embedding.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad
+from unisono.embedding.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
 from unisono.embedding.parameters import exclude_from_ddp, sharded_parameters
 from unisono.embedding.planner import Plan, plan_tables
 from unisono.embedding.ragged import KeyedRagged, Ragged
@@ -21,7 +21,6 @@ __all__ = [
     "Adagrad",
     "Adam",
     "EmbeddingCollection",
-    "FusedOptimizer",
     "GradScaler",
     "IdMap",
     "IdMapCollection",

@@ -33,7 +33,8 @@ def clip_grad_norm_(
     tables; there it raises.
 
     Args:
-        parameters: A module, or its parameters. Those without gradient do not count; so tables with a fused optimizer do not.
+        parameters: A module, or its parameters. Those without gradient do not count: so neither do tables whose optimizer
+            makes its steps in the backward.
         max_norm: The norm that is allowed.
         norm_type: The order of the norm, above 0; float("inf") or "inf" is the largest absolute value.
         error_if_nonfinite: Raise a RuntimeError, on all ranks, if the norm is infinite or NaN.

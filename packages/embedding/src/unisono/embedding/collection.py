@@ -12,7 +12,7 @@ from unisono.collectives.groups import resolve_group
 from unisono.embedding.lookup.engine import EngineModule, LookupEngine, Prefetcher
 from unisono.embedding.lookup.feature_errors import Batch, feature_name_error
 from unisono.embedding.lookup.storage import GradReduce, LookupOptions
-from unisono.embedding.optimizers import Rule, rule_error
+from unisono.embedding.optimizers import Rule, rules_error
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.planner import Plan, plan_tables
 from unisono.embedding.ragged import KeyedRagged, Ragged, as_ragged
@@ -29,12 +29,17 @@ class EmbeddingCollection(EngineModule):
         tables: The tables, and which features look into each.
         plan: "auto" (see plan_tables), a layout for all tables, a Plan, or a dict from table to layout. A layout is a Layout or
             its name: "row", "column", "table" or "replicated".
-        optimizer: SGD, RowwiseAdagrad, Adagrad or Adam of this package, applied during the backward, so that no gradient of
-            a whole table ever exists. None: the parameters get gradients.
-        sparse: Without optimizer: gradients are sparse, for torch.optim.SparseAdam and SGD.
-        batch_size, sample, memory_per_rank: For plan="auto": bags of a rank in a step; a batch to count in; bytes.
+        optimizer: SGD, RowwiseAdagrad, Adagrad or Adam of this package, or a dict with one for each table. It changes rows
+            during the backward, so that no gradient of a table ever exists. None: the parameters get gradients.
+        sparse: The parameters get sparse gradients. `collection.optimizer.step()` applies those of several backwards, after
+            clipping; without `optimizer`, torch.optim.SparseAdam and SGD do.
+        batch_size, sample, memory_per_rank, host_memory_per_rank: For plan="auto": bags of a rank in a step; a batch to count
+            in; bytes on the device; bytes in host memory for tables that do not fit on the device.
         grad_reduce: "mean" divides gradients by the number of ranks, right beside DDP and FSDP; "sum" does not.
         wire_dtype: torch.bfloat16 or torch.float16 halves the bytes that travel.
+        stochastic_rounding: The steps of `optimizer` round rows of bfloat16 and float16 up or down at random, such that the
+            mean is right: updates that are too small for the nearest number add up. The random bits depend on the table's
+            seed, row, column and step alone, not on ranks or plan.
 
     forward: takes a dict of features and returns a dict from feature to (bags, dim), or to a Ragged of rows for a table
     without mode. A feature may be a Ragged, (bags, ids) or (bags,) with one id each. A KeyedRagged, or TorchRec's
@@ -62,13 +67,15 @@ class EmbeddingCollection(EngineModule):
         tables: Sequence[Table],
         *,
         plan: str | Layout | Plan | Mapping[str, str | Layout] = "auto",
-        optimizer: Rule | None = None,
+        optimizer: Rule | Mapping[str, Rule] | None = None,
         sparse: bool = False,
         batch_size: int = 1024,
         sample: Features | None = None,
         memory_per_rank: int | None = None,
+        host_memory_per_rank: int | None = None,
         grad_reduce: GradReduce = "mean",
         wire_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         group: Group = None,
@@ -85,8 +92,6 @@ class EmbeddingCollection(EngineModule):
             raise ValueError(
                 f"{function}: tables cannot be called {taken}, since torch.nn.ModuleDict has attributes of these names"
             )
-        if sparse and optimizer is not None:
-            raise ValueError(f"{function}: sparse=True is about gradients, but a fused optimizer leaves none")
         dtype = dtype or torch.get_default_dtype()
         if plan == "auto":
             plan = plan_tables(
@@ -95,7 +100,9 @@ class EmbeddingCollection(EngineModule):
                 batch_size=batch_size,
                 sample=None if sample is None else as_dict(sample),
                 memory_per_rank=memory_per_rank,
-                optimizer=None if rule_error(optimizer) else optimizer,  # the storage will raise, on all ranks
+                host_memory_per_rank=host_memory_per_rank,
+                # What is wrong with it, the storage will say, on all ranks.
+                optimizer=None if rules_error(optimizer, [table.name for table in tables]) else optimizer,
                 dtype=dtype,
                 wire_dtype=wire_dtype,
                 group=group,
@@ -104,12 +111,12 @@ class EmbeddingCollection(EngineModule):
         layouts = _layouts_of(tables, plan, ranks.size)
         tables = [_name_outputs(table, self._outputs) for table in tables]
         device = torch.empty(0, device=device).device  # with its index
-        options = LookupOptions(function, grad_reduce, sparse, wire_dtype, dtype, device)
+        options = LookupOptions(function, grad_reduce, sparse, wire_dtype, stochastic_rounding, dtype, device)
         self.engine = LookupEngine(tables, layouts, options, optimizer, group)
         storage = self.engine.storage
         modules = [ShardedTable(t, x, ranks, plain=sparse) for t, x in zip(tables, storage.layouts, strict=True)]
         self.tables = nn.ModuleDict({table.name: module for table, module in zip(tables, modules, strict=True)})
-        storage.attach(modules)
+        self.engine.attach(modules)
         self.reset_parameters()
         self._prefetcher: Prefetcher | None = None
 
@@ -167,9 +174,8 @@ class EmbeddingCollection(EngineModule):
             raise IndexError(f"reset_rows: rows {int(rows.min())} to {int(rows.max())}: {table!r} has {module.table.rows}")
         box = module.box
         rows = rows.to(torch.int64)  # a box may begin beyond 2^31
-        own = rows[(rows >= box.row) & (rows < box.row_end)].to(module.local.device) - box.row
-        module.local[own] = 0
-        module.reset_states(module.rule or self.engine.storage.rule, own)
+        own = rows[(rows >= box.row) & (rows < box.row_end)] - box.row
+        module.reset_rows(own)
 
     def copy_rows(self, smaller: "EmbeddingCollection") -> None:
         """Copy the rows of a collection whose tables have as many rows or fewer, with the state of its optimizer.

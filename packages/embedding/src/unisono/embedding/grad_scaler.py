@@ -13,15 +13,15 @@ class GradScaler(torch.amp.GradScaler):
 
     Each rank sees the gradients of its own shards. If those of any rank are infinite or NaN, all ranks skip the step and lower
     the scale, as one process would. (torch's GradScaler would skip on that rank alone, and the ranks' weights would drift
-    apart.) All ranks call `unscale_` and `step`. It does not reach fused optimizers, whose steps happen in the backward: use a
-    TableOptimizer.
+    apart.) All ranks call `unscale_` and `step`. A step in the backward comes too early for it: make the tables with
+    `optimizer=` and `sparse=True`.
 
     Example:
-        >>> from unisono.embedding import SGD, EmbeddingCollection, Table, TableOptimizer
-        >>> collection = EmbeddingCollection([Table("user", 100, 8)], sparse=True)
-        >>> optimizer, scaler = TableOptimizer(collection, SGD(lr=0.1)), GradScaler("cpu")
+        >>> from unisono.embedding import SGD, EmbeddingCollection, Table
+        >>> collection = EmbeddingCollection([Table("user", 100, 8)], optimizer=SGD(lr=0.1), sparse=True)
+        >>> scaler = GradScaler("cpu")
         >>> scaler.scale(collection({"user": torch.tensor([3, 5])})["user"].sum()).backward()
-        >>> scaler.step(optimizer)
+        >>> scaler.step(collection.optimizer)
         >>> scaler.update()
     """
 

@@ -30,6 +30,16 @@ def mix64_(x: Tensor) -> Tensor:
     return x
 
 
+def draw_bits(seed: int, positions: Tensor) -> Tensor:
+    """The numbers at `positions`, int64, of the sequence that splitmix64 draws from `seed`: any without those before it.
+
+    Example:
+        >>> draw_bits(0, torch.tensor([0, 1]))
+        tensor([-2152535657050944081,  7960286522194355700])
+    """
+    return splitmix64(positions * _to_signed(_GAMMA) + seed)
+
+
 def mix_seed(seed: int, number: int) -> int:
     """Make a seed below 2^63 from a seed and a number, such that neighbours have nothing in common."""
     wrap = 2**64 - 1

@@ -28,13 +28,11 @@ class _OneTableModule(EngineModule, ShardedTable):
         function = type(self).__name__
         device = torch.empty(0, device=options.pop("device")).device  # with its index
         dtype = options.pop("dtype") or torch.get_default_dtype()
-        if options["sparse"] and optimizer is not None:
-            raise ValueError(f"{function}: sparse=True is about gradients, but a fused optimizer leaves none")
         shared = LookupOptions(function, dtype=dtype, device=device, **options)
         engine = LookupEngine([table], [as_layout(plan, function)], shared, optimizer, group)
         ShardedTable.__init__(self, table, engine.storage.layouts[0], engine.storage.ranks, plain=options["sparse"])
         self.engine = engine
-        engine.storage.attach([self])
+        engine.attach([self])
         self.reset_parameters()
 
     @property
@@ -82,10 +80,11 @@ class ShardedEmbedding(_OneTableModule):
     Args:
         plan: "row", "column", "table", "replicated", or a Layout, which can also say on which ranks.
         padding_idx, max_norm, norm_type, scale_grad_by_freq: As in torch.nn.Embedding; frequencies count the ids of all ranks.
-        sparse: The gradient is sparse, for torch.optim.SparseAdam and SGD; `weight` is then this rank's shard.
-        optimizer: SGD, RowwiseAdagrad, Adagrad or Adam of this package, applied during the backward.
+        sparse: The gradient is sparse, for `optimizer.step()`, torch.optim.SparseAdam and SGD; `weight` is this rank's shard.
+        optimizer: SGD, RowwiseAdagrad, Adagrad or Adam of this package, applied during the backward, unless sparse=True.
         grad_reduce: "mean" divides the gradient by the number of ranks, right beside DDP and FSDP; "sum" does not.
         wire_dtype: torch.bfloat16 or torch.float16 halves the bytes that travel.
+        stochastic_rounding: The optimizer's steps round 16-bit rows at random with the right mean: see EmbeddingCollection.
         initialize: Fills first rows in place, given the rows and a generator.
 
     Backward: each row gets the sum over all ranks of the gradients of its look-ups, divided by the number of ranks if
@@ -111,6 +110,7 @@ class ShardedEmbedding(_OneTableModule):
         optimizer: Rule | None = None,
         grad_reduce: GradReduce = "mean",
         wire_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
         initialize: Initialize = draw_normal,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -127,7 +127,14 @@ class ShardedEmbedding(_OneTableModule):
             scale_grad_by_freq=scale_grad_by_freq,
             initialize=initialize,
         )
-        options = {"grad_reduce": grad_reduce, "sparse": sparse, "wire_dtype": wire_dtype, "device": device, "dtype": dtype}
+        options = {
+            "grad_reduce": grad_reduce,
+            "sparse": sparse,
+            "wire_dtype": wire_dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "device": device,
+            "dtype": dtype,
+        }
         super().__init__(table, plan, options, optimizer, group)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -179,6 +186,7 @@ class ShardedEmbeddingBag(_OneTableModule):
         optimizer: Rule | None = None,
         grad_reduce: GradReduce = "mean",
         wire_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
         initialize: Initialize = draw_normal,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -197,7 +205,14 @@ class ShardedEmbeddingBag(_OneTableModule):
             scale_grad_by_freq=scale_grad_by_freq,
             initialize=initialize,
         )
-        options = {"grad_reduce": grad_reduce, "sparse": sparse, "wire_dtype": wire_dtype, "device": device, "dtype": dtype}
+        options = {
+            "grad_reduce": grad_reduce,
+            "sparse": sparse,
+            "wire_dtype": wire_dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "device": device,
+            "dtype": dtype,
+        }
         super().__init__(table, plan, options, optimizer, group)
         self.include_last_offset = include_last_offset
 

@@ -1,27 +1,30 @@
-"""Optimizers that change only the rows that were looked up, during the backward: no gradient of a whole table ever exists.
+"""Rules of optimizers that change only the rows that were looked up, so that no gradient of a whole table ever exists.
 
-To add an optimizer, copy a dataclass such as Adagrad and add it to Rule. The backward of a look-up hands its gradients to a
-GradientConsumer: FusedUpdate applies such a rule; ParameterGradients collects gradients for torch's optimizers instead.
+To add one, copy a dataclass such as Adagrad and add it to Rule. Its `step` updates the state of some rows and returns what is
+added to them. The backward of a look-up hands its gradients to a GradientConsumer: RuleUpdate applies the rule of each table;
+ParameterGradients collects gradients, for TableOptimizer.step or for torch's optimizers.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from unisono.embedding.lookup.compiled import Step
+from unisono.embedding.rounding import Round, round_stochastically, round_to_nearest
 
 if TYPE_CHECKING:
     from unisono.embedding.lookup.kernels import RowGradients
-    from unisono.embedding.lookup.storage import GroupShard
+    from unisono.embedding.lookup.storage import GroupShard, ShardStorage
     from unisono.embedding.parameters import ShardedTable
-    from unisono.embedding.sharding.table_groups import TableShard
+    from unisono.embedding.sharding.table_groups import TableGroup, TableShard
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class SGD:
     def states(self, weight: Tensor) -> dict[str, Tensor]:
         return {}
 
-    def step(self, weight: Tensor, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> None:
-        _add_rows(weight, rows, grads, -lr)
+    def step(self, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> Tensor:
+        return grads * -lr
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,11 @@ class RowwiseAdagrad:
     def states(self, weight: Tensor) -> dict[str, Tensor]:
         return {"sum": weight.new_full((weight.shape[0],), self.initial_accumulator_value, dtype=state_dtype(weight))}
 
-    def step(self, weight: Tensor, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> None:
+    def step(self, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> Tensor:
         sums = state["sum"].index_select(0, rows).add_(squares)
         state["sum"].index_copy_(0, rows, sums)
         scales = sums.sqrt_().add_(self.eps).reciprocal_().mul_(-lr)
-        _add_rows(weight, rows, grads.mul_(scales[:, None]), 1)
+        return grads * scales[:, None]
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,10 @@ class Adagrad:
     def states(self, weight: Tensor) -> dict[str, Tensor]:
         return {"sum": torch.full_like(weight, self.initial_accumulator_value, dtype=state_dtype(weight))}
 
-    def step(self, weight: Tensor, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> None:
+    def step(self, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> Tensor:
         sums = state["sum"].index_select(0, rows).addcmul_(grads, grads)
         state["sum"].index_copy_(0, rows, sums)
-        _add_rows(weight, rows, grads.div_(sums.sqrt_().add_(self.eps)), -lr)
+        return (grads / sums.sqrt_().add_(self.eps)).mul_(-lr)
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,13 @@ class Adam:
         zeros = torch.zeros_like(weight, dtype=state_dtype(weight))
         return {"mean": zeros, "square": zeros.clone()}
 
-    def step(self, weight: Tensor, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> None:
+    def step(self, rows: Tensor, grads: Tensor, state: dict[str, Tensor], lr: float, squares: Tensor) -> Tensor:
         beta1, beta2 = self.betas
         mean = state["mean"].index_select(0, rows).lerp_(grads, 1 - beta1)
         square = state["square"].index_select(0, rows).mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
         state["mean"].index_copy_(0, rows, mean)
         state["square"].index_copy_(0, rows, square)
-        _add_rows(weight, rows, mean.div_(square.sqrt_().add_(self.eps)), -self.rate(lr, int(state["step"])))
+        return mean.div_(square.sqrt_().add_(self.eps)).mul_(-self.rate(lr, int(state["step"])))
 
     def rate(self, lr: float, steps: int) -> float:
         """The learning rate with the correction of both moments' bias."""
@@ -140,33 +143,6 @@ Rule = SGD | RowwiseAdagrad | Adagrad | Adam
 _COMPILED_RULES: list[type[Rule]] = [SGD, RowwiseAdagrad, Adagrad, Adam]  # in the order of lookup/compiled.cpp
 
 
-class FusedOptimizer(torch.optim.Optimizer):
-    """The handle of a fused optimizer: torch's schedulers set its learning rate.
-
-    The steps happen in the backward, one for each look-up that it passes. The state_dict of the collection holds the state;
-    the state_dict of this handle holds the learning rate.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], rule: Rule) -> None:
-        super().__init__(parameters, {"lr": rule.lr, "weight_decay": rule.weight_decay})
-        self.rule = rule
-
-    @property
-    def lr(self) -> float:
-        return float(self.param_groups[0]["lr"])
-
-    @property
-    def weight_decay(self) -> float:
-        return float(self.param_groups[0]["weight_decay"])
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do nothing: the backward has made the step."""
-        return None if closure is None else closure()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "rule": self.rule}
-
-
 class GradientConsumer(ABC):
     """Takes the gradients of rows during a backward."""
 
@@ -178,8 +154,8 @@ class GradientConsumer(ABC):
     def begin(self, tables: Collection[int]) -> None:
         """Start a backward, which has reached these tables."""
 
-    def needs_square_sums(self) -> bool:
-        """Whether `take` needs the sum of squares of each whole row."""
+    def needs_square_sums(self, group: TableGroup) -> bool:
+        """Whether `take` needs the sum of squares of each whole row of this table group."""
         return False
 
     def decay(self, shard: GroupShard, rows: Tensor, grads: Tensor) -> Tensor:
@@ -198,86 +174,112 @@ class GradientConsumer(ABC):
         """The gradients of the parameters that were given to LookupFunction."""
 
 
-class FusedUpdate(GradientConsumer):
-    """Applies gradients to the shards as they come.
+class RuleUpdate(GradientConsumer):
+    """Makes a step of each table's rule with the gradients as they come.
 
-    `steps`: how many steps each table has made; the same on all ranks. Frozen tables do not change: as with torch's optimizers,
-    a table is frozen if its parameter required no gradient in the forward, or requires none in the backward.
+    Frozen tables do not change: as with torch's optimizers, a table is frozen if its parameter required no gradient in the
+    forward, or requires none in the backward.
     """
 
-    def __init__(
-        self, optimizer: FusedOptimizer, steps: Sequence[Tensor], parameters: Sequence[Tensor], *, compiled: bool
-    ) -> None:
-        self.optimizer = optimizer
-        self.is_compiled = compiled and type(optimizer.rule) in _COMPILED_RULES
-        self.steps = steps
-        self.parameters = {k: parameter for k, parameter in enumerate(parameters) if parameter.requires_grad}
-        self.weight_decay = optimizer.weight_decay
-        self.step_counts: dict[int, int] = {}  # of the tables that this backward changes
+    def __init__(self, storage: ShardStorage) -> None:
+        assert storage.optimizer is not None
+        self.storage = storage
+        self.optimizer = storage.optimizer
+        self.parameters = {k: parameter for k, parameter in enumerate(storage.parameters()) if parameter.requires_grad}
+        self.weight_decays = [float(group["weight_decay"]) for group in self.optimizer.param_groups]
+        self.step_counts: dict[int, int] = {}  # of the tables that change
 
     def needs_reached_tables(self) -> bool:
-        return counts_steps(self.optimizer.rule) or self.weight_decay != 0
+        return any(map(self.storage.counts_steps, range(len(self.storage.tables)))) or any(self.weight_decays)
 
     def begin(self, tables: Collection[int]) -> None:
-        changing = [k for k, parameter in self.parameters.items() if k in tables and parameter.requires_grad]
-        for k in changing:
-            self.steps[k].add_(1)
-        counts = counts_steps(self.optimizer.rule)
-        self.step_counts = {k: int(self.steps[k]) if counts else 0 for k in changing}
-        self.optimizer.step()  # does nothing, but schedulers check that it was called
+        self.count_steps(k for k, parameter in self.parameters.items() if k in tables and parameter.requires_grad)
+        self.optimizer.step()  # does nothing here, but schedulers check that it was called
 
-    def needs_square_sums(self) -> bool:
-        return isinstance(self.optimizer.rule, RowwiseAdagrad)
+    def count_steps(self, tables: Iterable[int]) -> None:
+        """Begin a step of these tables: the same on all ranks."""
+        for k in tables:
+            steps = self.storage.steps[k].add_(1)
+            self.step_counts[k] = int(steps) if self.storage.counts_steps(k) else 0
+
+    def needs_square_sums(self, group: TableGroup) -> bool:
+        return isinstance(self.storage.rules[group.key.rule], RowwiseAdagrad)
 
     def decay(self, shard: GroupShard, rows: Tensor, grads: Tensor) -> Tensor:
-        return grads.add(shard.weight.index_select(0, rows), alpha=self.weight_decay) if self.weight_decay else grads
+        weight_decay = self.weight_decays[shard.group.key.rule]
+        return grads.add(shard.weight.index_select(0, shard.places(rows)), alpha=weight_decay) if weight_decay else grads
 
     @torch.no_grad()
     def take(self, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None = None) -> None:
-        if self.is_compiled and self._take_compiled(shard, gradients, square_sums):
+        rule, lr = self.storage.rules[shard.group.key.rule], self._lr(shard)
+        rounds = self.storage.options.stochastic_rounding and shard.weight.itemsize == 2
+        if not rounds and self._take_compiled(rule, lr, shard, gradients, square_sums):
             return
-        rule, lr = self.optimizer.rule, self.optimizer.lr
-        for part, sums in gradients.blocks():
-            rows = gradients.rows[part]
+        for block, sums in gradients.blocks():
+            rows = gradients.rows[block]
             grads = self.decay(shard, rows, sums).to(state_dtype(shard.weight))
             squares = grads
-            if self.needs_square_sums():
+            if self.needs_square_sums(shard.group):
                 if square_sums is None:
                     squares = torch.linalg.vector_norm(grads, dim=1).square_()
                 else:
-                    squares = square_sums[part].to(grads.dtype)
+                    squares = square_sums[block].to(grads.dtype)
                 squares = squares / sum(shard.group.key.widths)
-            for table, own, steps in self._split(shard, rows):
-                first = 0 if table is None else table.start
-                state = shard.state if table is None else {name: shard.view(table, x) for name, x in shard.state.items()}
-                state = state | {"step": torch.tensor(steps, device="cpu")}
-                weight = shard.weight if table is None else shard.view(table)
-                rule.step(weight, rows[own].to(torch.int64) - first, grads[own], state, lr, squares[own])
+            for part, own, steps in self._split(shard, rows, by_table=rounds):
+                places = shard.places(rows[own]).to(torch.int64)
+                state = shard.state | {"step": torch.tensor(steps, device="cpu")}
+                changes = rule.step(places, grads[own], state, lr, squares[own])
+                rounding = self._rounding(shard, part, steps) if part and rounds else round_to_nearest
+                _add_rows(shard.weight, places, changes, rounding, rows[own].to(torch.int64))  # row x dim exceeds int32
 
-    def _take_compiled(self, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None) -> bool:
+    def _lr(self, shard: GroupShard) -> float:
+        return float(self.optimizer.param_groups[shard.group.key.rule]["lr"])
+
+    def _rounding(self, shard: GroupShard, part: TableShard, steps: int) -> Round:
+        """Round by random bits that depend on seed, step, row and column of the table alone: on no layout, on no other row."""
+        seed = int(self.storage.seeds[part.table])
+        dim = self.storage.tables[part.table].dim
+        return partial(
+            round_stochastically,
+            seed=seed,
+            step=steps,
+            first_row=part.box.row - part.start,
+            first_column=shard.first_column,
+            dim=dim,
+        )
+
+    def _take_compiled(
+        self, rule: Rule, lr: float, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None
+    ) -> bool:
         """Let a compiled kernel do all of it in one pass over each row, if it can; return whether."""
-        rule = self.optimizer.rule
+        if type(rule) not in _COMPILED_RULES:
+            return False
         step = Step(
             _COMPILED_RULES.index(type(rule)),
-            self.optimizer.lr,
-            self.weight_decay,
+            lr,
+            self.weight_decays[shard.group.key.rule],
             getattr(rule, "eps", 0.0),
             getattr(rule, "betas", (0.0, 0.0)),
             sum(shard.group.key.widths),
         )
         states = list(shard.state.values())
-        for _, own, steps in self._split(shard, gradients.rows):
+        parts = self._split(shard, gradients.rows)
+        gradients = replace(gradients, rows=shard.places(gradients.rows))
+        for _, own, steps in parts:
             if isinstance(rule, Adam):
-                step = step._replace(rate=rule.rate(self.optimizer.lr, steps))
-            if not gradients.update(step, shard.weight, states, own, square_sums):
+                step = step._replace(rate=rule.rate(lr, steps))
+            if not gradients.update(step, shard.weight, states, own, square_sums, has_library=self.storage.is_compiled):
                 return False
         return True
 
-    def _split(self, shard: GroupShard, rows: Tensor) -> list[tuple[TableShard | None, slice, int]]:
-        """Which of the sorted rows change, and in which step of their table; those of all tables at once if it is the same."""
+    def _split(self, shard: GroupShard, rows: Tensor, *, by_table: bool = False) -> list[tuple[TableShard | None, slice, int]]:
+        """Which of the sorted rows change, and in which step of their table.
+
+        Unless `by_table`, those of all tables together if the step is the same.
+        """
         counts = {self.step_counts.get(part.table) for part in shard.shards}
         steps = counts.pop() if len(counts) == 1 else None
-        if steps is not None:
+        if steps is not None and not by_table:
             return [(None, slice(0, len(rows)), steps)]
         return [(part, own, self.step_counts[part.table]) for part, own in shard.split(rows) if part.table in self.step_counts]
 
@@ -290,7 +292,7 @@ class ParameterGradients(GradientConsumer):
 
     def __init__(self, modules: Sequence[ShardedTable], sparse: bool) -> None:
         self.modules = modules
-        self.wanted = [module.weight.requires_grad for module in modules]  # a frozen table costs nothing
+        self.wanted = [module.is_trained for module in modules]  # a frozen table costs nothing
         self.sparse = sparse
         self.reached: Collection[int] = ()
         self.parts: dict[int, list[tuple[Tensor, Tensor, torch.Size]]] = {}
@@ -303,7 +305,10 @@ class ParameterGradients(GradientConsumer):
         self.parts = {}
 
     def take(self, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None = None) -> None:
-        for block, sums in gradients.blocks():
+        blocks: Iterable[tuple[slice, Tensor]] = gradients.blocks()
+        if self.sparse:  # the sums are kept, so they are made where they stay
+            blocks = [(slice(0, len(gradients.rows)), gradients.sums())]
+        for block, sums in blocks:
             rows = gradients.rows[block]
             for part, own in shard.split(rows):
                 if part.table in self.reached:
@@ -324,8 +329,7 @@ class ParameterGradients(GradientConsumer):
             return None
         shape = parts[0][2]
         if self.sparse:
-            rows = torch.cat([part[0] for part in parts])
-            sums = torch.cat([part[1] for part in parts])
+            ((rows, sums, _),) = parts
             return torch.sparse_coo_tensor(rows[None], sums, shape, is_coalesced=True, check_invariants=False)
         dense = parts[0][1].new_zeros(shape)
         for rows, sums, _ in parts:
@@ -333,17 +337,30 @@ class ParameterGradients(GradientConsumer):
         return self.modules[table].shape_as(dense)
 
 
-def rule_error(rule: object) -> str:
+def rules_by_table(optimizer: Rule | Mapping[str, Rule] | None, tables: Sequence[str]) -> list[Rule | None]:
+    """The rule of each table, given one for all, a dict by table, or None. `rules_error` says what is wrong with it."""
+    if isinstance(optimizer, Mapping):
+        return [optimizer[name] for name in tables]
+    return [optimizer] * len(tables)
+
+
+def rules_error(optimizer: object, tables: Sequence[str]) -> str:
     """Say what is wrong with what a user gave as `optimizer`; "" if nothing is."""
-    if rule is None or (hasattr(rule, "states") and not isinstance(rule, type)):
+    if not isinstance(optimizer, Mapping):
+        return "" if optimizer is None else _rule_error(optimizer)
+    if missing := [name for name in tables if name not in optimizer]:
+        return f"optimizer has no rule for table {missing[0]!r}; it has {[*optimizer]}"
+    if unknown := [name for name in optimizer if name not in tables]:
+        return f"optimizer has a rule for {unknown[0]!r}, which is no table; the tables are {[*tables]}"
+    errors = (f"table {name!r}: {error}" for name, rule in optimizer.items() if (error := _rule_error(rule)))
+    return next(errors, "")
+
+
+def _rule_error(rule: object) -> str:
+    if hasattr(rule, "states") and not isinstance(rule, type):
         return ""
     given = rule.__name__ if isinstance(rule, type) else type(rule).__name__
     return f"optimizer={given}: expected one of unisono.embedding, such as RowwiseAdagrad(lr=0.1)"
-
-
-def counts_steps(rule: Rule | None) -> bool:
-    """Whether the state of a table includes its number of steps."""
-    return isinstance(rule, Adam)
 
 
 def state_dtype(weight: Tensor) -> torch.dtype:
@@ -351,13 +368,15 @@ def state_dtype(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def _add_rows(weight: Tensor, rows: Tensor, changes: Tensor, factor: float) -> None:
-    """Do weight[rows] += factor * changes for different rows. Of torch's ways to write rows this is the fastest on CPUs."""
+def _add_rows(weight: Tensor, places: Tensor, changes: Tensor, rounding: Round, rows: Tensor) -> None:
+    """Do weight[places] += changes for different rows. Of torch's ways to write rows this is the fastest on CPUs.
+
+    `rows`: which rows of a shard they are.
+    """
     if rows.numel() == 0 or weight.shape[1] == 0:
         return
-    if factor != 1:
-        changes = changes.mul(factor)
     if weight.dtype == changes.dtype:
-        weight.scatter_add_(0, rows[:, None].expand_as(changes), changes)
+        weight.scatter_add_(0, places[:, None].expand_as(changes), changes)
     else:  # round once
-        weight.index_copy_(0, rows, (weight.index_select(0, rows).to(changes.dtype) + changes).to(weight.dtype))
+        wide = weight.index_select(0, places).to(changes.dtype) + changes
+        weight.index_copy_(0, places, rounding(wide, weight.dtype, rows))

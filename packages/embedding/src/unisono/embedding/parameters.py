@@ -20,6 +20,7 @@ from unisono.embedding.sharding.layouts import Box, Layout
 from unisono.embedding.table import Table
 
 if TYPE_CHECKING:
+    from unisono.embedding.lookup.row_cache import RowCache
     from unisono.embedding.optimizers import Rule
 
 # Meshes by process group, device type and order of ranks: a new mesh makes groups, which all their ranks have to do together.
@@ -86,7 +87,7 @@ class ShardedTable(nn.Module):
     """A table as a module. `weight` is a DTensor for row and column layouts. It is this rank's plain tensor for table and
     replicated layouts, with sparse gradients (torch's sparse optimizers know no DTensor), and without a process group.
 
-    With a process group, state_dict always has DTensors: the weight, and beside it the state of a fused optimizer.
+    With a process group, state_dict always has DTensors: the weight, and beside it the state of the optimizer.
     """
 
     weight: nn.Parameter
@@ -98,11 +99,18 @@ class ShardedTable(nn.Module):
         self.ranks = ranks
         self.plain = plain  # `weight` is never a DTensor
         self.states: dict[str, Tensor] = {}
-        self.rule: Rule | None = None  # of a TableOptimizer, whose state is in `states`
+        self.rule: Rule | None = None  # of the optimizer, whose state is in `states`
+        self.cache: RowCache | None = None  # of a table in host memory, where `weight` and `states` are
+        self.first_row = 0  # of this table among the rows of the cache
 
     def __getattr__(self, name: str) -> Any:
-        """Find states by their name, too: torch's checkpoint tools look up what state_dict lists."""
+        """Find states by their name, too: torch's checkpoint tools look up what state_dict lists.
+
+        Whoever asks for a weight in host memory may read or change it, so no row may be in the cache.
+        """
         states = self.__dict__.get("states", {})
+        if (name == "weight" or name in states) and self.__dict__.get("cache") is not None:
+            self.__dict__["cache"].release()
         return states[name] if name in states else super().__getattr__(name)
 
     @property
@@ -111,17 +119,25 @@ class ShardedTable(nn.Module):
         return self.layout.box(rank=self.ranks.rank, rows=self.table.rows, dim=self.table.dim)
 
     @property
+    def is_trained(self) -> bool:
+        """Whether the weight requires a gradient. To ask the weight itself would empty a cache."""
+        return self._parameters["weight"].requires_grad  # type: ignore[union-attr]
+
+    @property
     def local(self) -> Tensor:
         """This rank's shard, without gradient. Changes to it are changes of the table."""
-        weight = self.weight.detach()
+        if self.cache is not None:
+            self.cache.release()
+        return self._shard()
+
+    def _shard(self) -> Tensor:
+        """The memory of `local`. In host memory, rows that are in the cache have old values there."""
+        weight = self._parameters["weight"].detach()  # type: ignore[union-attr]
         shard = weight.to_local() if isinstance(weight, DTensor) else weight
         return shard if shard.ndim == 2 else shard.reshape(self.box.shape)
 
-    def attach(self, shard: Tensor, states: Mapping[str, Tensor]) -> None:
-        """Let the parameter and the state be views of `shard` and `states`. An existing parameter stays the same object.
-
-        So does the state of a TableOptimizer, which is no part of the shards.
-        """
+    def attach(self, shard: Tensor, states: Mapping[str, Tensor], cache: "RowCache | None" = None, first_row: int = 0) -> None:
+        """Let the parameter and the state be views of `shard` and `states`. An existing parameter stays the same object."""
         fresh = nn.Parameter(self.shape_as(shard))
         if self.ranks.size > 1 and not self.layout.is_replicated:
             mark_as_sharded(fresh, self.ranks)
@@ -132,14 +148,23 @@ class ShardedTable(nn.Module):
             torch.utils.swap_tensors(self.weight, fresh)
         else:
             self.weight = fresh
-        if self.rule is None:
-            self.states = dict(states)
+        self.states = dict(states)
+        self.cache, self.first_row = cache, first_row
 
-    def reset_states(self, rule: "Rule | None", rows: Tensor | None = None) -> None:
+    def reset_states(self, rows: Tensor | None = None) -> None:
         """Set the optimizer's state of `rows`, or of all rows, of this rank's shard to its initial value."""
-        for name, first in ({} if rule is None else rule.states(self.local[:1])).items():
-            if name in self.states and first.shape[0]:
+        for name, first in ({} if self.rule is None else self.rule.states(self._shard()[:1])).items():
+            if first.shape[0]:
                 self.states[name][slice(None) if rows is None else rows] = first
+
+    def reset_rows(self, rows: Tensor) -> None:
+        """Set `rows` of this rank's shard to zero, and the optimizer's state to its initial value."""
+        shard = self._shard()
+        rows = rows.to(shard.device)
+        if self.cache is not None and rows.numel():
+            self.cache.drop(rows + self.first_row)
+        shard[rows] = 0
+        self.reset_states(rows)
 
     def shape_as(self, shard: Tensor) -> Tensor:
         """Give a shard, of the weight or of its gradient, the form of the parameter."""
@@ -173,6 +198,11 @@ class ShardedTable(nn.Module):
             elif name in given:
                 rows = other._gather(given[name])[box.row : end]
                 own[: end - box.row] = rows[:, box.column : box.column_end] if own.ndim == 2 else rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.cache is not None:
+            self.cache.release()
+        return self.__dict__
 
     def _entries(self) -> dict[str, Tensor]:
         return {"weight": self.local, **self.states}

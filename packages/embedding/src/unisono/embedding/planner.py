@@ -6,7 +6,8 @@ first, each gets the cheapest option that leaves its ranks below a limit, and se
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import Group
-from unisono.embedding.optimizers import Rule
+from unisono.embedding.optimizers import Rule, rules_by_table, rules_error
 from unisono.embedding.ragged import Ragged
 from unisono.embedding.sharding.cost import (
     Demand,
+    Prices,
     ShardingOption,
     can_pool,
     count_demands,
@@ -40,6 +42,7 @@ _LIMITS = (
     0.0,
 )  # of a rank's load, as multiples of the mean: a table above is cut; 0 cuts all
 _EVENNESS = (1.1, 1.2, 1.5)  # limits of memory, as multiples of the mean, that are taken if they cost almost nothing
+_CACHES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)  # of tables in host memory, as fractions of their rows
 _SMALL = 0.05  # a table below this fraction of the mean load and memory is not cut
 
 
@@ -53,7 +56,8 @@ class PlannedTable:
     layout: Layout
     answers: Answers
     sent: int  # bytes a step, on average over ranks
-    memory: int  # bytes, on the rank that holds most of it
+    memory: int  # bytes on the device of the rank that holds most of it
+    host_memory: int  # bytes in the host memory of that rank
     why: str
 
 
@@ -61,13 +65,15 @@ class PlannedTable:
 class Plan:
     """A layout for each table, for one number of ranks. print(plan) explains it.
 
-    `memory`, `sent` and `load` have a number for each rank: bytes held; bytes sent in a step, forward and backward; and the
-    estimate by which ranks are kept equally busy, in bytes that could travel meanwhile.
+    `memory`, `host_memory`, `sent` and `load` have a number for each rank: bytes held on its device and in host memory; bytes
+    sent in a step, forward and backward; and the estimate by which ranks are kept equally busy, in bytes that could travel
+    meanwhile.
     """
 
     layouts: dict[str, Layout]
     tables: tuple[PlannedTable, ...]
     memory: tuple[int, ...]
+    host_memory: tuple[int, ...]
     sent: tuple[int, ...]
     load: tuple[int, ...]
 
@@ -103,7 +109,10 @@ class Plan:
         ]
 
     def _describe_ranks(self) -> tuple[list[str], list[list[str]]]:
-        columns = (self.memory, self.sent, self.load)
+        named = {"memory": self.memory, "host memory": self.host_memory, "sent": self.sent, "load": self.load}
+        if not any(self.host_memory):
+            del named["host memory"]
+        columns = list(named.values())
         if len(self.memory) <= _FEW:
             rows = [[f"rank {rank}", *map(_bytes, line)] for rank, line in enumerate(zip(*columns, strict=True))]
         else:
@@ -112,7 +121,7 @@ class Plan:
                 ["mean", *(_bytes(sum(column) // len(column)) for column in columns)],
                 ["least", *(_bytes(min(column)) for column in columns)],
             ]
-        return [f"{len(self.memory)} rank{'s' * (len(self.memory) > 1)}", "memory", "sent", "load"], rows
+        return [f"{len(self.memory)} rank{'s' * (len(self.memory) > 1)}", *named], rows
 
 
 def plan_tables(
@@ -122,7 +131,8 @@ def plan_tables(
     batch_size: int = 1024,
     sample: Mapping[str, Ragged] | None = None,
     memory_per_rank: int | None = None,
-    optimizer: Rule | None = None,
+    host_memory_per_rank: int | None = None,
+    optimizer: Rule | Mapping[str, Rule] | None = None,
     dtype: torch.dtype = torch.float32,
     wire_dtype: torch.dtype | None = None,
     group: Group = None,
@@ -142,7 +152,10 @@ def plan_tables(
         memory_per_rank: The bytes that a rank has for weights and the state of `optimizer`; without optimizer, for weights
             and dense gradients (sparse ones need less; the state of an optimizer of torch is not known here). None: no limit;
             memory is still shared out evenly if that costs next to nothing.
-        optimizer: The fused optimizer, whose state takes memory.
+        host_memory_per_rank: If the tables do not fit into `memory_per_rank`, those that are used least for their size stay in
+            host memory, of which a rank has these bytes, with caches as large as fit on the device (Layout.in_host_memory).
+            Needs an optimizer. None: no table does.
+        optimizer: The optimizer of all tables, or a dict with one for each; its state takes memory.
         dtype, wire_dtype: Of the weights, and of rows that travel.
         group: With a sample, if the group has `world_size` ranks, more than one: all of them must call with a sample, and get
             the same plan, made for the mean over their samples. In all other cases nothing is communicated: a laptop can make
@@ -159,43 +172,83 @@ def plan_tables(
     if world_size < 1 or batch_size < 0 or len(set(names)) < len(names):
         given = f"world_size={world_size}, batch_size={batch_size}, tables {names}"
         raise ValueError(f"plan_tables: needs one rank at least, a batch and different names for all tables; got {given}")
-    options = f"world_size={world_size}, {batch_size=}, {memory_per_rank=}, {optimizer=}, {dtype=}, {wire_dtype=}"
+    if error := rules_error(optimizer, names):
+        raise ValueError(f"plan_tables: {error}")
+    options = (
+        f"world_size={world_size}, {batch_size=}, {memory_per_rank=}, {host_memory_per_rank=}, {optimizer=}, {dtype=}, "
+        f"{wire_dtype=}"
+    )
     demands = None
     if sample is not None:
         same = f"{list(tables)}, {options}"
         demands = count_demands(tables, sample, batch_size=batch_size, world_size=world_size, same=same, group=group)
     demands = demands or [expect_demand(table, batch_size) for table in tables]
 
-    prices = set_prices(world_size, optimizer=optimizer, dtype=dtype, wire_dtype=wire_dtype)
-    choices = [list_options(table, demand, prices) for table, demand in zip(tables, demands, strict=True)]
+    prices = [
+        set_prices(world_size, optimizer=rule, dtype=dtype, wire_dtype=wire_dtype) for rule in rules_by_table(optimizer, names)
+    ]
+    choices = [list_options(*each) for each in zip(tables, demands, prices, strict=True)]
     by_name = sorted(range(len(tables)), key=lambda k: names[k])
     placed = _pack(choices, by_name, world_size, memory_per_rank)
-    totals = RankTotals(world_size)
-    for option, ranks, _ in placed:
-        totals.add(option, ranks)
+    totals = RankTotals.of(placed, world_size)
+    if memory_per_rank is not None and int(totals.memory.max()) > memory_per_rank and host_memory_per_rank and optimizer:
+
+        def move(table: int, cache: float) -> list[ShardingOption]:
+            options = [option for option in choices[table] if option.is_spread] or choices[table]
+            return [option.in_host_memory(cache, tables[table], demands[table], prices[table]) for option in options]
+
+        order = sorted(by_name, key=lambda k: demands[k].unique / max(1, int(choices[k][0].memory.sum())))
+        placed = _pack_with_host_memory(choices, move, order, world_size, memory_per_rank)
+        totals = RankTotals.of(placed, world_size)
     if memory_per_rank is not None and (least := int(totals.memory.max())) > memory_per_rank:
         held = [int(next(option for option in options if option.is_whole).memory) for options in choices]
         raise ValueError(
             f"plan_tables: the tables need {_bytes(sum(held))}, and {world_size} x memory_per_rank={memory_per_rank} "
             f"is {_bytes(world_size * memory_per_rank)}; the largest table is {names[held.index(max(held))]!r} with "
             f"{_bytes(max(held))}; memory_per_rank must be at least {least}"
+            f"{'' if host_memory_per_rank else ', or host_memory_per_rank say how much may stay in host memory'}"
         )
-    planned = [_report(t, d, p, world_size) for t, d, p in zip(tables, demands, placed, strict=True)]
+    held_by_host = _held_by_host(tables, placed, prices, world_size)
+    host_totals = sum(held_by_host, torch.zeros_like(totals.memory))
+    if host_memory_per_rank is not None and (most := int(host_totals.max())) > host_memory_per_rank:
+        raise ValueError(
+            f"plan_tables: {host_memory_per_rank=} is not enough for the tables that do not fit on the devices; it must be at "
+            f"least {most}"
+        )
+    planned = [
+        _report(t, d, p, int(host.max()), world_size)
+        for t, d, p, host in zip(tables, demands, placed, held_by_host, strict=True)
+    ]
     return Plan(
         {table.name: table.layout for table in planned},
         tuple(planned),
         tuple(totals.memory.tolist()),
+        tuple(host_totals.tolist()),
         tuple(totals.sent.tolist()),
         tuple(totals.load.tolist()),
     )
 
 
-def _report(table: Table, demand: Demand, placed: PlacedOption, world_size: int) -> PlannedTable:
+def _held_by_host(
+    tables: Sequence[Table], placed: Sequence[PlacedOption], prices: Sequence[Prices], world_size: int
+) -> list[Tensor]:
+    """The bytes of each table in the host memory of each rank."""
+    found = []
+    for table, (option, ranks, _), own in zip(tables, placed, prices, strict=True):
+        held = torch.zeros(world_size, dtype=torch.int64, device="cpu")
+        if option.host_memory is not None:
+            held[ranks] = own.bytes_held(*option.layout.chunk_shapes(table.rows, table.dim, len(option.load)))
+        found.append(held)
+    return found
+
+
+def _report(table: Table, demand: Demand, placed: PlacedOption, host_memory: int, world_size: int) -> PlannedTable:
     option = placed.option
     sent = option.sent_by_all + int(option.sent.sum()) // world_size
     why = "; ".join(filter(None, (placed.why, _explain_answers(table, demand, option.answers))))
     layout = option.place(placed.ranks.tolist()).assign_ranks(world_size)
-    return PlannedTable(table.name, table.rows, table.dim, layout, option.answers, sent, int(option.memory.max()), why)
+    memory = int(option.memory.max())
+    return PlannedTable(table.name, table.rows, table.dim, layout, option.answers, sent, memory, host_memory, why)
 
 
 def _explain_answers(table: Table, demand: Demand, answers: Answers) -> str:
@@ -230,6 +283,13 @@ class RankTotals:
         self.sent = torch.zeros_like(self.load)
         self.memory = torch.zeros_like(self.load)
 
+    @classmethod
+    def of(cls, placed: Sequence[PlacedOption], world_size: int) -> RankTotals:
+        totals = cls(world_size)
+        for option, ranks, _ in placed:
+            totals.add(option, ranks)
+        return totals
+
     def add(self, option: ShardingOption, ranks: Tensor) -> None:
         self.load += option.load_of_all
         self.load[ranks] += option.load
@@ -259,7 +319,7 @@ def _pack(
     If memory does not suffice, the result is the one that comes nearest to it.
     """
     mean = max(1, -(-sum(options[0].total_load for options in choices) // world_size))
-    whole = [[option for option in options if option.is_whole] for options in choices]
+    whole = [[option for option in options if option.is_whole] or options for options in choices]
     held = [int(options[0].memory.sum()) for options in whole]
     even = max(1, -(-sum(held) // world_size))
     sizes = [max(int(options[0].load.sum()) / mean, h / even) for options, h in zip(whole, held, strict=True)]
@@ -310,6 +370,31 @@ def _try(
         placed[table] = best[1]
         totals.add(best[1].option, best[1].ranks)
     return int(totals.load.max()), [placed[table] for table in range(len(choices))]
+
+
+def _pack_with_host_memory(
+    choices: Sequence[Sequence[ShardingOption]],
+    move: Callable[[int, float], list[ShardingOption]],
+    order: Sequence[int],
+    world_size: int,
+    memory_per_rank: int,
+) -> list[PlacedOption]:
+    """Move as few tables as suffice into host memory, in this order, with caches as large as fit; all if none suffice.
+
+    `move`: the options of a table in host memory, with a cache of this fraction of its rows.
+    """
+
+    def pack(count: int, cache: float) -> list[PlacedOption]:
+        moved = set(order[:count])
+        options = [move(k, cache) if k in moved else choices[k] for k in range(len(choices))]
+        placed = _pack(options, order, world_size, memory_per_rank)
+        return [p._replace(why="the tables do not fit on the devices") if k in moved else p for k, p in enumerate(placed)]
+
+    def fits(placed: list[PlacedOption]) -> bool:
+        return int(RankTotals.of(placed, world_size).memory.max()) <= memory_per_rank
+
+    least = bisect_left(range(len(order)), True, lo=1, key=lambda count: fits(pack(count, _CACHES[-1])))
+    return next(filter(fits, (pack(least, cache) for cache in _CACHES)), pack(least, _CACHES[-1]))
 
 
 def _pack_tightly(choices: Sequence[Sequence[ShardingOption]], order: Sequence[int], world_size: int) -> list[PlacedOption]:

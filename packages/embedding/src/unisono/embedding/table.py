@@ -95,12 +95,12 @@ class Table:
         return ""
 
 
-def draw_weights(table: Table, box: Box, out: Tensor, *, seed: int) -> None:
-    """Fill `out` with the part `box` of the table's initial weights: the same numbers whatever the layout."""
-    block = torch.empty((min(_BLOCK, table.rows), table.dim), dtype=out.dtype, device=out.device)
+def draw_weights(table: Table, box: Box, out: Tensor, *, seed: int, device: torch.device) -> None:
+    """Fill `out` with the part `box` of the table's initial weights, drawn on `device`: the same whatever the layout."""
+    block = torch.empty((min(_BLOCK, table.rows), table.dim), dtype=out.dtype, device=device)
     for start in range(box.row // _BLOCK * _BLOCK, box.row_end, _BLOCK):
         end = min(start + _BLOCK, table.rows)
-        generator = torch.Generator(out.device).manual_seed(mix_seed(seed, start // _BLOCK))
+        generator = torch.Generator(device).manual_seed(mix_seed(seed, start // _BLOCK))
         rows = block[: end - start]
         table.initialize(rows, generator)
         if table.padding_idx is not None and start <= table.padding_idx < end:

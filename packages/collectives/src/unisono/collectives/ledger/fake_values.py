@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from unisono.collectives.ledger.cost_rules import tensors_in
+from unisono.collectives.ledger.cost_rules import registered_cost, tensors_in
 from unisono.collectives.ledger.host_syncs import INDEXED
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class _KnownValues(TorchDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # as in the ledger's mode
         kwargs = kwargs or {}
-        if getattr(func, "namespace", "") != "aten":
+        if getattr(func, "namespace", "") != "aten" and registered_cost(func) is None:
             if func is c10d._allgather_base_.default:
                 self._gather_copies(*args[:2])
             return func(*args, **kwargs)
@@ -233,7 +233,7 @@ class _KnownValues(TorchDispatchMode):
         elif not known:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    for x in tree_leaves(value):
+                    for x in tensors_in(value):
                         self._values.pop(x, None)  # changed by what is not known
         return result
 

@@ -8,16 +8,12 @@ alike: both kinds of tiles exchange the same messages.
 
 from __future__ import annotations
 
-import os
-import warnings
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from unisono.collectives.triton_choice import agrees_once, why_no_triton
 from unisono.contrastive.tiled.block_kernels import BlockKernels, LogsAndGrads
 from unisono.contrastive.tiled.device_tiles import DeviceTiles, tf32_is_allowed
 from unisono.contrastive.tiled.tiles import ColumnBlock, LogSumExp, TilePlan
@@ -25,8 +21,7 @@ from unisono.contrastive.tiled.tiles import ColumnBlock, LogSumExp, TilePlan
 if TYPE_CHECKING:
     from unisono.contrastive.tiled.triton_tiles import TritonTiles
 
-SWITCH = "UNISONO_TRITON"
-_agreed: dict[tuple[torch.device, torch.dtype, str, bool], bool] = {}
+_problems: dict[tuple[torch.device, torch.dtype, str, bool], str] = {}
 
 
 def triton_tiles(device: torch.device, dtype: torch.dtype, plan: TilePlan, fake: bool) -> type[TritonTiles] | None:
@@ -34,50 +29,19 @@ def triton_tiles(device: torch.device, dtype: torch.dtype, plan: TilePlan, fake:
 
     `fake`: the features are fake tensors, with which nothing can be compared.
     """
-    if os.environ.get(SWITCH) == "0" or not _imports():
+    if why_no_triton():
         return None
     from unisono.contrastive.tiled.triton_tiles import DTYPES, MOST_DIAGONALS, TritonTiles
 
     if dtype not in DTYPES or len(plan.excluded_diagonals) > MOST_DIAGONALS:
         return None
-    if not fake:
-        key = device, dtype, plan.precision, dtype == torch.float32 and tf32_is_allowed()
-        if key not in _agreed:
-            if torch.cuda.is_current_stream_capturing():  # neither a wait nor a compiler can be in a CUDA graph
-                return None
-            _agreed[key] = _agree(TritonTiles, device, dtype, plan)
-        if not _agreed[key]:
-            return None
-    return TritonTiles
+    key = device, dtype, plan.precision, dtype == torch.float32 and tf32_is_allowed()
+    instead = f"unisono.contrastive: torch computes the tiles of {dtype} on {device}, which is slower and takes more memory"
 
+    def compare() -> str:
+        return largest_difference(TritonTiles, device, dtype, plan)
 
-@cache
-def _imports() -> bool:
-    if find_spec("triton") is None:
-        return False
-    try:
-        import triton  # type: ignore[import-untyped]  # noqa: F401
-    except Exception as error:
-        warnings.warn(f"unisono.contrastive: torch computes the tiles, because Triton does not import: {error}", stacklevel=2)
-        return False
-    return True
-
-
-def _agree(kernels: type[BlockKernels], device: torch.device, dtype: torch.dtype, plan: TilePlan) -> bool:
-    """Compare with the torch tiles; warn if the results differ."""
-    problem = ""
-    try:
-        with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            problem = largest_difference(kernels, device, dtype, plan)
-    except Exception as error:  # whatever a compiler or a driver may say
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
-        warnings.warn(
-            f"unisono.contrastive: torch computes the tiles of {dtype} on {device}, which is slower and takes more memory. The "
-            f"Triton kernels gave: {problem}. {SWITCH}=0 chooses the torch tiles without this test.",
-            stacklevel=2,
-        )
-    return not problem
+    return TritonTiles if fake or agrees_once(_problems, key, device, compare, instead=instead) else None
 
 
 def largest_difference(kernels: type[BlockKernels], device: torch.device, dtype: torch.dtype, plan: TilePlan) -> str:

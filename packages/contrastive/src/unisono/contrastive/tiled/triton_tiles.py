@@ -15,8 +15,7 @@ or precision="fast" allows it. logits="keep" has no effect: nothing is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from unisono.collectives import register_cost
+from unisono.collectives.triton_choice import on_device_of
 from unisono.contrastive.tiled import triton_kernels
 from unisono.contrastive.tiled.block_kernels import (
     LOG2E,
@@ -282,16 +282,6 @@ _SUM_ROWS, _SUM_WIDTH = 16, 256
 _JOIN_BLOCK, _JOIN_PARTS = 32, 32
 
 
-@contextmanager
-def _on_device_of(x: Tensor) -> Iterator[tuple[int, int]]:
-    """Triton launches on the current device. Gives its compute capability."""
-    if not x.is_cuda:  # the interpreter
-        yield 9, 0
-        return
-    with torch.cuda.device(x.device):
-        yield torch.cuda.get_device_capability(x.device)
-
-
 def _number_or_tensor(scalar: Tensor, x: Tensor, times: float) -> tuple[Tensor | float, bool]:
     """A scalar on the device stays there; a constant on the CPU becomes a number."""
     is_tensor = scalar.device == x.device
@@ -351,7 +341,7 @@ def _statistics_op(
         "scale_is_tensor": scale_is_tensor,
         "log2e": LOG2E,
     }
-    with _on_device_of(x) as capability:
+    with on_device_of(x) as capability:
         blocks = tile_blocks(x.dtype, n_rows, len(factors) == 1 and row_ids is None, capability)
         row_tiles, column_tiles = triton.cdiv(n_rows, blocks.rows), triton.cdiv(n_columns, blocks.columns)
         triton_kernels.statistics_kernel[(row_tiles * column_tiles,)](
@@ -389,7 +379,7 @@ def _slopes_op(
     same_id_sums: bool,
 ) -> None:
     factor, scale_is_tensor = _number_or_tensor(scale, x, LOG2E)
-    with _on_device_of(x) as capability:
+    with on_device_of(x) as capability:
         blocks = tile_blocks(x.dtype, x.shape[0], len(factors) == 1 and row_ids is None, capability)
         programs = (slopes.shape[1] // blocks.rows) * (slopes.shape[2] // blocks.columns)
         triton_kernels.slopes_kernel[(programs,)](
@@ -428,7 +418,7 @@ def _sigmoid_op(
     offset, bias_is_tensor = _number_or_tensor(bias, x, 1.0)
     last = y.shape[0] if slopes is None else first + slopes.shape[2]
     plane, stride = (0, 0) if slopes is None else slopes.stride()[:2]
-    with _on_device_of(x) as capability:
+    with on_device_of(x) as capability:
         blocks = tile_blocks(x.dtype, x.shape[0], False, capability)
         programs = triton.cdiv(x.shape[0], blocks.rows) * triton.cdiv(last - first, blocks.columns)
         triton_kernels.sigmoid_kernel[(programs,)](
@@ -447,7 +437,7 @@ def _products_op(
     slopes: Tensor, x: Tensor, y: Tensor, lift: Tensor | None, dx: Tensor, dy: Tensor | None, accumulate: bool
 ) -> None:
     (n_rows, width), parts = x.shape, dx.shape[0]
-    with _on_device_of(x) as capability:
+    with on_device_of(x) as capability:
         blocks = tile_blocks(x.dtype, n_rows, True, capability)
         across = triton.cdiv(width, blocks.columns)
         row_programs = slopes.shape[1] // blocks.rows * across * parts
@@ -465,7 +455,7 @@ def _products_op(
 
 @torch.library.custom_op("unisono_contrastive::triton_join_ranks", mutates_args=("result",))
 def _join_ranks_op(parts: Tensor, result: Tensor, log_sum_exps: int) -> None:
-    with _on_device_of(parts):
+    with on_device_of(parts):
         triton_kernels.join_ranks_kernel[(triton.cdiv(parts.shape[1], _JOIN_BLOCK),)](
             parts, result, parts.shape[0], parts.shape[1], log_sum_exps=log_sum_exps, width=parts.shape[2],
             block_parts=_JOIN_PARTS, block=_JOIN_BLOCK, **_COMPILED,
@@ -476,7 +466,7 @@ def _join_ranks_op(parts: Tensor, result: Tensor, log_sum_exps: int) -> None:
 def _softmax_tail_op(
     rows: Tensor, columns: Tensor | None, diagonal: Tensor, losses: Tensor, slopes: Tensor, diagonal_slopes: Tensor
 ) -> None:
-    with _on_device_of(rows):
+    with on_device_of(rows):
         triton_kernels.softmax_tail_kernel[(losses.shape[0],)](
             rows, columns, diagonal, losses, slopes, diagonal_slopes, diagonal.shape[0],
             by_column=columns is not None, log2e=LOG2E, block=_TAIL_BLOCK, **_COMPILED,
@@ -485,7 +475,7 @@ def _softmax_tail_op(
 
 @torch.library.custom_op("unisono_contrastive::triton_sum_of_products", mutates_args=("sums",))
 def _sum_of_products_op(x: Tensor, dx: Tensor, sums: Tensor) -> None:
-    with _on_device_of(x):
+    with on_device_of(x):
         triton_kernels.sum_of_products_kernel[(sums.shape[0],)](
             x, dx, sums, x.shape[0], x.shape[1], x.stride(0), block_rows=_SUM_ROWS, block_width=_SUM_WIDTH, **_COMPILED
         )

@@ -23,11 +23,14 @@ from unisono.embedding.lookup.kernels import is_on_host
 from unisono.embedding.lookup.lookup import lookup
 from unisono.embedding.lookup.output_dist import Pooling, output_dist, plan_pooling
 from unisono.embedding.lookup.reached import Reached
+from unisono.embedding.lookup.row_cache import CacheStats
 from unisono.embedding.lookup.storage import LookupOptions, ShardStorage
-from unisono.embedding.optimizers import FusedOptimizer, Rule
+from unisono.embedding.optimizers import Rule
+from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.ragged import KeyedRagged, Ragged
 from unisono.embedding.sharding.layouts import Layout
 from unisono.embedding.table import Table
+from unisono.embedding.table_optimizer import TableOptimizer
 
 
 class DistributedInput(NamedTuple):
@@ -48,9 +51,20 @@ class LookupEngine:
     """Looks up features in the tables of a ShardStorage. All modules of this package have one."""
 
     def __init__(
-        self, tables: Sequence[Table], layouts: Sequence[Layout], options: LookupOptions, rule: Rule | None, group: Group
+        self,
+        tables: Sequence[Table],
+        layouts: Sequence[Layout],
+        options: LookupOptions,
+        optimizer: Rule | Mapping[str, Rule] | None,
+        group: Group,
     ) -> None:
-        self.storage = ShardStorage(tables, layouts, options, rule, group)
+        self.storage = ShardStorage(tables, layouts, options, optimizer, group)
+
+    def attach(self, modules: Sequence[ShardedTable]) -> None:
+        """Let the modules' parameters be views of the storage, and make their optimizer."""
+        self.storage.attach(modules)
+        if self.storage.rules:
+            self.storage.optimizer = TableOptimizer(self.storage)
 
     def look_up(self, inputs: Batch, error: str = "") -> dict[str, Tensor]:
         """For each feature its pooled rows, or, without mode, a row for each id."""
@@ -89,13 +103,13 @@ class EngineModule(nn.Module):
     engine: LookupEngine
 
     @property
-    def optimizer(self) -> FusedOptimizer | None:
-        """The handle of a fused optimizer: give it to torch.optim.lr_scheduler."""
+    def optimizer(self) -> TableOptimizer | None:
+        """What makes the steps of `optimizer=`: give it to torch.optim.lr_scheduler; with sparse=True, call its step()."""
         return self.engine.storage.optimizer
 
     @property
     def kernels(self) -> str:
-        """What computes on the rows: "compiled", or "torch" and why: no compiler, a device that is no CPU, 16-bit rows."""
+        """What computes on the rows: "compiled" on CPUs, "triton" on GPUs, or "torch" and why: no compiler, rows of 16 bits."""
         return self.engine.storage.describe_kernels()
 
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -118,7 +132,13 @@ class EngineModule(nn.Module):
         made.engine.storage.attach(made.engine.storage.modules)
         return made
 
+    def cache_stats(self) -> dict[str, CacheStats]:
+        """Hits and misses on this rank, for each table that is in host memory and has rows here."""
+        storage = self.engine.storage
+        return {module.table.name: module.cache.stats() for module in storage.modules if module.cache is not None}
+
     def __getstate__(self) -> dict[str, Any]:
+        self.engine.storage.release()
         return self.__dict__
 
 

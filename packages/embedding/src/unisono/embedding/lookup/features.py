@@ -86,13 +86,12 @@ class Block:
 class JoinedFeatures(NamedTuple):
     blocks: dict[Place, Block]
     row_dtype: torch.dtype
-    checks: Tensor | None = (
-        None  # None: the numbers are valid. Otherwise: whether an id is out of range, the least length, edges
-    )
+    # Empty: the numbers are valid. Otherwise: whether an id is out of range, the least length, and edges.
+    checks: Sequence[Tensor] = ()
     expected_edges: tuple[int, ...] = ()
 
     def are_valid(self, checks: Sequence[int]) -> bool:
-        """`checks`: the numbers of that tensor."""
+        """`checks`: the numbers of those tensors."""
         is_out_of_range, shortest, *edges = checks
         return not is_out_of_range and shortest >= 0 and tuple(edges) == self.expected_edges
 
@@ -203,7 +202,7 @@ def _cut(order: FeatureOrder, whole: Block) -> dict[Place, Block] | None:
 
 
 def _finish(
-    order: FeatureOrder, whole: Block, checks: Tensor | None = None, expected_edges: tuple[int, ...] = ()
+    order: FeatureOrder, whole: Block, checks: Sequence[Tensor] = (), expected_edges: tuple[int, ...] = ()
 ) -> JoinedFeatures | None:
     blocks = _cut(order, whole)
     if blocks is None:
@@ -288,7 +287,7 @@ class _Flat(NamedTuple):
     weights: Tensor | None
     bag_counts: list[int]
     id_counts: list[int] | None  # None: the host does not know them
-    edges: Tensor  # what the host has to compare with expected_edges
+    edges: Sequence[Tensor]  # what the host has to compare with expected_edges
     expected_edges: tuple[int, ...]
 
 
@@ -306,9 +305,9 @@ def _flatten(bags: list[Ragged], weight_dtype: torch.dtype) -> _Flat:
         firsts = torch.cat([offsets[start : start + 1] for start, _ in parts])
         lasts = torch.cat([offsets[end - 1 : end] for _, end in parts])
     weights = _join_weights(bags, [-1] * len(bags), id_counts, weight_dtype)
-    edges, expected = torch.cat([firsts, lasts]), (*[0] * len(bags), *id_counts)
+    expected = *[0] * len(bags), *id_counts
     bag_counts = [count - 1 for count in offset_counts]
-    return _Flat(torch.cat([x.values for x in bags]), lengths, weights, bag_counts, id_counts, edges, expected)
+    return _Flat(torch.cat([x.values for x in bags]), lengths, weights, bag_counts, id_counts, (firsts, lasts), expected)
 
 
 def _reorder(batch: KeyedRagged, order: FeatureOrder) -> _Flat:
@@ -323,7 +322,7 @@ def _reorder(batch: KeyedRagged, order: FeatureOrder) -> _Flat:
             lengths = torch.cat([each[k] for k in order.permutation])
             ids, weights = (_permute(x, counts, order.permutation) for x in (ids, weights))
     bag_counts = [batch.bag_count] * len(names)
-    return _Flat(ids, lengths, weights, bag_counts, id_counts, lengths.sum(0, keepdim=True), (ids.numel(),))
+    return _Flat(ids, lengths, weights, bag_counts, id_counts, (lengths.sum(0, keepdim=True),), (ids.numel(),))
 
 
 def _permute(x: Tensor | None, sizes: list[int], permutation: Sequence[int]) -> Any:
@@ -339,7 +338,7 @@ def _join_on_device(order: FeatureOrder, flat: _Flat, weight_dtype: torch.dtype)
     count, bag_count = ids.numel(), lengths.numel()
     # If the numbers are bad, these are bags and ids all the same: nothing reads beyond the memory until the host knows.
     positions = torch.arange(count, device=ids.device)
-    bags = torch.searchsorted(lengths.cumsum(0), positions, right=True).clamp_(max=max(bag_count - 1, 0))
+    bags = torch.searchsorted(lengths.cumsum(0)[:-1], positions, right=True)
     features = bags // max(flat.bag_counts[0], 1)
     if len(set(flat.bag_counts)) > 1:
         every = torch.arange(len(flat.bag_counts), device=ids.device)
@@ -349,10 +348,11 @@ def _join_on_device(order: FeatureOrder, flat: _Flat, weight_dtype: torch.dtype)
     valid_ids = torch.clamp(ids, numbers.zero, last_id)
     if any(len(x.shifts) > 1 for x in order.numberings):
         first_shift = torch.div(valid_ids, chunk_size, rounding_mode="floor").add_(first_shift)
-    rows = numbers.shifts.index_select(0, first_shift).add_(valid_ids).to(order.dtype)
+    shifts = numbers.shifts.index_select(0, first_shift)
+    rows = torch.add(shifts, valid_ids, out=torch.empty(count, dtype=order.dtype, device=ids.device))
     shortest = flat.lengths.min() if bag_count else numbers.zero
     is_out_of_range = (valid_ids != ids).any()
-    checks = torch.cat([is_out_of_range.view(1), shortest.view(1), flat.edges])
+    checks = [is_out_of_range.view(1), shortest.view(1), *flat.edges]
     weights = None if flat.weights is None else flat.weights.to(weight_dtype)
     whole = Block((), rows, lengths, flat.bag_counts, flat.id_counts, weights, None, bags)
     if any(x >= 0 for x in order.not_pooled):

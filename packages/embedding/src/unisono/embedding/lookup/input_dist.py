@@ -91,11 +91,12 @@ class IncomingRequest:
     weights: Tensor | None  # one for each of `rows`
     frequencies: Tensor | None  # how often the requesting rank looked up each of `rows`
     response_counts: list[int]  # rows and sums that go back to each rank
+    fetched: int | None = None  # the generation of the shard's cache that has the rows
 
     @cached_property
     def dedup(self) -> Deduplicated:
         """The rows without duplicates, for the backward. The forward finds them while it waits for other ranks."""
-        return deduplicate(self.rows)
+        return deduplicate(self.rows, may_pad=self.shard is None or self.shard.cache is None)
 
     @cached_property
     def bags(self) -> Tensor | None:
@@ -154,14 +155,14 @@ def _make_requests(storage: ShardStorage, batch: Batch) -> list[OutgoingRequest]
     if joined is None:
         return None
     sorting: dict[int, Deduplicating] = {}
-    numbers = [] if joined.checks is None else [joined.checks]
+    numbers = [*joined.checks]
     for k, group in enumerate(storage.groups):
         if (block := joined.blocks.get(Place(k, by_bags=False))) is not None:
             sorting[k] = Deduplicating(block.rows)
             numbers.append(sorting[k].cuts(group.bases))
     read: list[int] = torch.cat(numbers).tolist() if numbers else []
-    if joined.checks is not None:
-        count = joined.checks.numel()
+    if joined.checks:
+        count = sum(x.numel() for x in joined.checks)
         if not joined.are_valid(read[:count]):
             return None
         read = read[count:]
@@ -286,7 +287,7 @@ def _spread_over_rows(incoming: list[IncomingRequest], ranks: GroupRanks) -> lis
     found = []
     for request in incoming:
         if request.shard is not None and request.rows.numel() and not request.group.is_replicated:
-            height = len(request.shard.weight)
+            height = request.group.heights[request.shard.number]
             shifts = torch.arange(ranks.size, dtype=request.rows.dtype, device=request.rows.device) * (height // ranks.size)
             request = replace(request, rows=(request.rows.view(ranks.size, -1) + shifts[:, None]).flatten() % height)
         found.append(request)

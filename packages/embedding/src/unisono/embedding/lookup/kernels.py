@@ -1,7 +1,8 @@
 """The operations that touch rows: ids are deduplicated by one sort; rows are summed by bag, in the backward by duplicates.
 
-All of the package's heavy memory traffic goes through these functions. Each chooses here between compiled.py, if it has a
-library and takes the tensors, and torch's operations, which give the same results.
+All of the package's heavy memory traffic goes through these functions. Each chooses here between compiled.py on CPUs, if it
+has a library and takes the tensors, triton_rows.py on GPUs, if triton_choice.py allows it, and torch's operations, which give
+the same results.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,19 +12,25 @@ import torch
 from torch import Tensor
 
 from unisono.embedding.lookup import compiled
+from unisono.embedding.lookup.triton_choice import triton_rows
 
 _BLOCK = 8192  # rows whose sums stay in the cache until they are used
 
 
 @dataclass
 class Deduplicated:
-    """Numbers without their duplicates: unique[k] stands at the positions order[starts[k] : starts[k] + counts[k]]."""
+    """Numbers without their duplicates: unique[k] stands at the positions order[starts[k] : starts[k] + counts[k]].
+
+    Padded, `unique`, `starts` and `counts` have as many elements as there are positions, and the first `unique_count` of them
+    are meant: the host need not wait for a device to know their shapes. The others repeat the last number, with counts of 0.
+    """
 
     unique: Tensor
     order: Tensor
     starts: Tensor
     given_counts: Tensor | None = None
     given_inverse: Tensor | None = None
+    unique_count: Tensor | None = None  # (1,), on the device; None: there is no padding
 
     @property
     def counts(self) -> Tensor:
@@ -38,6 +45,13 @@ class Deduplicated:
             indices = torch.repeat_interleave(self.counts, output_size=self.order.numel())
             self.given_inverse = torch.empty_like(self.order).scatter_(0, self.order, indices)
         return self.given_inverse
+
+    def without_padding(self) -> "Deduplicated":
+        """If there is padding, the host waits for the device."""
+        if self.unique_count is None:
+            return self
+        count = int(self.unique_count)
+        return Deduplicated(self.unique[:count], self.order, self.starts[:count])
 
 
 def is_on_host(device: torch.device) -> bool:
@@ -87,10 +101,20 @@ class Deduplicating:
         return self.done
 
 
-def deduplicate(numbers: Tensor) -> Deduplicated:
-    """Bring equal numbers together by one sort, which serves the requests and the backward."""
+def deduplicate(numbers: Tensor, *, may_pad: bool = False) -> Deduplicated:
+    """Bring equal numbers together by one sort, which serves the requests and the backward.
+
+    `may_pad`: the result may be padded, so that the host need not wait.
+    """
     if compiled.handles(numbers) and (found := compiled.deduplicate(numbers)) is not None:
         return Deduplicated(*found)
+    if not numbers.numel():
+        empty = numbers.new_empty(0, dtype=torch.int64)
+        return Deduplicated(numbers, empty, empty)
+    if triton := triton_rows(numbers, dtype=torch.float32):
+        unique, order, starts, count = triton.deduplicate(numbers)
+        padded = Deduplicated(unique, order, starts, unique_count=count)
+        return padded if may_pad else padded.without_padding()
     ordered, order = numbers.sort(stable=True)
     unique, counts = torch.unique_consecutive(ordered, return_counts=True)
     return Deduplicated(unique, order, counts.cumsum(0) - counts, counts)
@@ -111,7 +135,11 @@ def sum_bags(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None
     weights = None if weights is None else weights.to(rows.dtype)
     if rows.is_floating_point() and compiled.handles(rows, index, starts, weights, copied=copied):
         return compiled.sum_bags(rows, index, starts, weights)
-    out: Tensor = torch.embedding_bag(rows, index, starts.to(index.dtype), False, 0, False, weights)[0]
+    out: Tensor
+    if not copied and (triton := triton_rows(rows, index, starts, weights, dtype=rows.dtype)):
+        out = triton.sum_bags(rows, index, None, starts, weights)
+        return out
+    out = torch.embedding_bag(rows, index, starts.to(index.dtype), False, 0, False, weights)[0]
     return out
 
 
@@ -122,6 +150,11 @@ def sum_duplicates(
 
     `bags` None: position p has row p.
     """
+    if rows.numel() and dedup.order.numel() and not copied:
+        own_weights = None if weights is None else weights.to(rows.dtype)
+        if triton := triton_rows(rows, bags, dedup.order, dedup.starts, own_weights, dtype=rows.dtype):
+            out: Tensor = triton.sum_bags(rows, bags, dedup.order, dedup.starts, own_weights)
+            return out
     index = dedup.order if bags is None else bags.index_select(0, dedup.order)
     weights = None if weights is None else weights.index_select(0, dedup.order)
     return sum_bags(rows, index, dedup.starts, weights, copied=copied)
@@ -143,7 +176,15 @@ class RowGradients:
     factor: float = 1.0
     copied: bool = False  # other ranks have the same gradients for their copies of the rows, and must get the same bits
 
+    def _drop_padding(self) -> None:
+        """The host waits for the device if there is padding."""
+        if self.dedup is not None and self.dedup.unique_count is not None:
+            self.dedup = self.dedup.without_padding()
+            self.rows = self.rows[: self.dedup.unique.numel()]
+            self.divisors = None if self.divisors is None else self.divisors[: self.rows.numel()]
+
     def sums(self) -> Tensor:
+        self._drop_padding()
         if self.dedup is None:
             return self.grads
         sums = sum_duplicates(self.grads, self.bags, self.dedup, self.weights, copied=self.copied)
@@ -152,8 +193,10 @@ class RowGradients:
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the sums of some rows at a time: on a CPU a block is used before it has left the cache.
 
-        There is one block even if there are no rows: an empty gradient is a gradient, too.
+        There is one block even if there are no rows: an empty gradient is a gradient, too. Padding goes first, for which the
+        host waits.
         """
+        self._drop_padding()
         total, dedup = self.rows.numel(), self.dedup
         size = _BLOCK if self.grads.device.type == "cpu" else max(total, 1)
         if dedup is None or total <= size:
@@ -175,16 +218,28 @@ class RowGradients:
         return sums if self.factor == 1 else sums.mul_(self.factor)
 
     def update(
-        self, step: compiled.Step, weight: Tensor, states: Sequence[Tensor], part: slice, squares: Tensor | None = None
+        self,
+        step: compiled.Step,
+        weight: Tensor,
+        states: Sequence[Tensor],
+        part: slice,
+        squares: Tensor | None = None,
+        *,
+        has_library: bool = True,
     ) -> bool:
-        """Sum the gradients of rows[part] and make an optimizer's step with them, if a compiled kernel can; return whether.
+        """Sum the gradients of rows[part] and make an optimizer's step with them, if one kernel can do so; return whether.
 
         `squares`: the sum of squares of the gradient of each whole row, if `weight` has not all columns.
+        `has_library`: whether all ranks have that of compiled.py.
         """
         grads, dedup = self.grads.contiguous(), self.dedup
+        if part.start == part.stop:
+            return True
+        if self._update_by_triton(step, weight, states, part, grads, squares):
+            return True
         numbers = [None if x is None else x.to(grads.dtype) for x in (self.weights, self.divisors, squares)]
         tensors = (weight, self.rows, grads, *states, *numbers)
-        if grads.dtype != weight.dtype or not compiled.handles(*tensors, copied=self.copied):
+        if not has_library or grads.dtype != weight.dtype or not compiled.handles(*tensors, copied=self.copied):
             return False
         weights, divisors, squares = numbers
         index = None
@@ -207,3 +262,40 @@ class RowGradients:
             factor=self.factor,
         )
         return True
+
+    def _update_by_triton(
+        self,
+        step: compiled.Step,
+        weight: Tensor,
+        states: Sequence[Tensor],
+        part: slice,
+        grads: Tensor,
+        squares: Tensor | None,
+    ) -> bool:
+        if self.copied or not weight.numel():
+            return False
+        numbers = (self.weights, self.divisors, squares)
+        order, starts, count = (
+            (None, None, None) if self.dedup is None else (self.dedup.order, self.dedup.starts, self.dedup.unique_count)
+        )
+        triton = triton_rows(
+            weight, *states, self.rows, grads, *numbers, self.bags, order, starts, count, dtype=weight.dtype, rule=step.rule
+        )
+        if triton is not None:
+            triton.update(
+                step,
+                weight,
+                states,
+                self.rows,
+                part,
+                grads,
+                bags=self.bags,
+                order=order,
+                starts=starts,
+                count=count,
+                weights=self.weights,
+                divisors=self.divisors,
+                squares=squares,
+                factor=self.factor,
+            )
+        return triton is not None

@@ -1,8 +1,8 @@
 """Step 2 of a look-up: the owner reads the requested rows, or sums bags of them, for all ranks.
 
 One autograd Function serves all table groups. In its backward the owner sums the gradient of each row over all ranks and hands
-it to a GradientConsumer: a fused optimizer updates the row at once, so that no gradient of a whole table exists; without one
-it becomes the gradient of the table's parameter.
+it to a GradientConsumer: the rule of the table changes the row at once, so that no gradient of a whole table exists; or it
+becomes the gradient of the table's parameter, which `apply_gradients` or an optimizer of torch applies later.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from unisono.collectives.groups import GroupRanks, as_group
 from unisono.embedding.lookup.input_dist import IncomingRequest
 from unisono.embedding.lookup.kernels import Deduplicated, RowGradients, deduplicate, sum_bags, sum_duplicates
 from unisono.embedding.lookup.reached import Reached
-from unisono.embedding.lookup.storage import GroupShard, ShardStorage
-from unisono.embedding.optimizers import FusedUpdate, GradientConsumer, ParameterGradients
+from unisono.embedding.lookup.storage import GroupShard, LookupOptions, ShardStorage
+from unisono.embedding.optimizers import GradientConsumer, ParameterGradients, RuleUpdate
 from unisono.embedding.sharding.table_groups import TableGroup
 
 
@@ -28,16 +28,19 @@ def lookup(storage: ShardStorage, incoming: Sequence[IncomingRequest], reached: 
     `reached`: the backward of output_dist says by it what the backward of this has to do.
     """
     storage.follow_parameters()
+    if (storage.optimizer is None or storage.options.sparse) and torch.is_grad_enabled():
+        storage.raise_for_gradients_in_host_memory()
     for request in incoming:
+        _fetch(request, changes=request.group.key.max_norm is not None)
         if request.group.key.max_norm is not None:
             with torch.no_grad():
                 _renormalise(request, storage.ranks, storage.options.dtype)
     parameters = storage.parameters()
     consumer: GradientConsumer
-    if storage.optimizer is None:
+    if storage.optimizer is None or storage.options.sparse:
         consumer = ParameterGradients(storage.modules, storage.options.sparse)
     else:
-        consumer = FusedUpdate(storage.optimizer, storage.steps, parameters, compiled=storage.is_compiled)
+        consumer = RuleUpdate(storage)
         parameters = [torch.zeros((), requires_grad=storage.requires_grad())]  # only ties the output into the graph
     reached.matters = consumer.needs_reached_tables()
     factor = 1 / storage.ranks.size if storage.options.grad_reduce == "mean" else 1.0
@@ -102,12 +105,23 @@ def _split_by_request(flat: Tensor, counts: Sequence[Sequence[int]], widths: Seq
     return [torch.cat(blocks[k :: len(counts)]).view(sum(counts[k]), widths[k]) for k in range(len(counts))]
 
 
+def _fetch(request: IncomingRequest, *, changes: bool) -> None:
+    """Bring the rows of a request into the cache, if its tables are in host memory and others have evicted them since then."""
+    shard = request.shard
+    if shard is None or shard.cache is None:
+        return
+    if request.fetched != shard.cache.generation:
+        shard.fetch(request.dedup.unique)
+        request.fetched = shard.cache.generation
+    shard.cache.is_dirty |= changes
+
+
 def _read_rows(request: IncomingRequest) -> Tensor:
     assert request.shard is not None
-    weight = request.shard.weight
+    weight, places = request.shard.weight, request.shard.places(request.rows)
     if request.lengths is None:
-        return weight.index_select(0, request.rows)
-    return sum_bags(weight, request.rows, request.lengths.cumsum(0) - request.lengths, request.weights)
+        return weight.index_select(0, places)
+    return sum_bags(weight, places, request.lengths.cumsum(0) - request.lengths, request.weights)
 
 
 def _consume_gradients(
@@ -123,6 +137,7 @@ def _consume_gradients(
     `reached`: for each response whether it has a gradient; None: all have.
     """
     group, shard = request.group, request.shard
+    _fetch(request, changes=True)
     rows, bags, weights, frequencies = request.rows, request.bags, request.weights, request.frequencies
     if reached is not None:
         keep = reached[:, 0] if bags is None else reached[:, 0].index_select(0, bags)
@@ -138,20 +153,72 @@ def _consume_gradients(
         rows = all_gather(dedup.unique, group=as_group(ranks))
         grads = all_gather(sums, group=as_group(ranks))
         bags, weights = None, None
-    dedup = _without_padding(request.dedup if rows is request.rows else deduplicate(rows), shard)
+    dedup = request.dedup if rows is request.rows else deduplicate(rows, may_pad=not copied)
+    dedup = _without_padding_rows(dedup, shard)
+    if (group.columns > 1 and consumer.needs_square_sums(group)) or (shard is not None and shard.cache is not None):
+        dedup = dedup.without_padding()
     divisors = None if frequencies is None else _sum_numbers(frequencies, dedup)
     gradients = RowGradients(dedup.unique, grads, dedup, bags, weights, divisors, factor, copied)
-    if group.columns > 1 and consumer.needs_square_sums():  # of whole rows, so the chunks of columns communicate
-        sums = decayed = grads
+    _hand_over(consumer, group, shard, gradients, ranks)
+
+
+def _hand_over(
+    consumer: GradientConsumer, group: TableGroup, shard: GroupShard | None, gradients: RowGradients, ranks: GroupRanks
+) -> None:
+    """Let the consumer take gradients of rows of a table group. All ranks call."""
+    if group.columns > 1 and consumer.needs_square_sums(group):  # of whole rows, so the chunks of columns communicate
+        sums = decayed = gradients.grads
         if shard is not None:
             sums = gradients.sums()
-            decayed = consumer.decay(shard, dedup.unique, sums)
+            decayed = consumer.decay(shard, gradients.rows, sums)
         squares = decayed.to(torch.promote_types(decayed.dtype, torch.float32)).square().sum(1)
         squares = _reduce_over_columns(squares, group, ranks)
         if shard is not None:
-            consumer.take(shard, RowGradients(dedup.unique, sums), squares)
+            consumer.take(shard, RowGradients(gradients.rows, sums), squares)
     elif shard is not None:
         consumer.take(shard, gradients)
+
+
+@torch.no_grad()
+def apply_gradients(storage: ShardStorage) -> None:
+    """Make a step of each table's rule with the sparse gradient of its parameter, if it has one. All ranks call.
+
+    For the gradients of one backward this does what a RuleUpdate in that backward would have done, bit for bit.
+    """
+    storage.follow_parameters()
+    grads = {k: weight.grad.detach() for k, weight in enumerate(storage.parameters()) if weight.grad is not None}
+    if dense := [storage.tables[k].name for k, grad in grads.items() if not grad.is_sparse]:
+        raise TypeError(
+            f"TableOptimizer.step: the gradient of table {dense[0]!r} is dense: only look-ups may change tables, not the "
+            f"weights themselves in a loss"
+        )
+    update = RuleUpdate(storage)
+    update.count_steps(grads)
+    for group, shard in zip(storage.groups, storage.shards, strict=True):  # in one order, since some of it communicates
+        if not any(k in grads for k in group.tables):
+            continue
+        parts = [] if shard is None else [(x.start, grads[x.table]) for x in shard.shards if x.table in grads]
+        if group.columns > 1 and update.needs_square_sums(group):
+            blocks = [parts]  # one message for all tables
+        elif storage.options.device.type == "cpu":
+            blocks = [[part] for part in parts]  # no copy
+        else:
+            blocks = [parts] if parts else []
+        for block in blocks:
+            _hand_over(update, group, shard, _join_gradients(block, storage.options), storage.ranks)
+
+
+def _join_gradients(parts: Sequence[tuple[int, Tensor]], options: LookupOptions) -> RowGradients:
+    """The sparse gradients of a group shard's tables as gradients of its rows. `parts`: the first row of each, ascending."""
+    if not parts:
+        empty = torch.empty((0, 0), dtype=options.dtype, device=options.device)
+        return RowGradients(empty.new_empty(0, dtype=torch.int64), empty)
+    rows = torch.cat([grad._indices()[0] + start for start, grad in parts])
+    values = parts[0][1]._values() if len(parts) == 1 else torch.cat([grad._values() for _, grad in parts])
+    if all(grad.is_coalesced() for _, grad in parts):
+        return RowGradients(rows, values)
+    dedup = deduplicate(rows)  # of several backwards
+    return RowGradients(dedup.unique, values, dedup)
 
 
 def _sum_numbers(numbers: Tensor, dedup: Deduplicated) -> Tensor:
@@ -159,11 +226,12 @@ def _sum_numbers(numbers: Tensor, dedup: Deduplicated) -> Tensor:
     return torch.zeros_like(dedup.unique).index_add_(0, index, numbers.index_select(0, dedup.order))
 
 
-def _without_padding(dedup: Deduplicated, shard: GroupShard | None) -> Deduplicated:
+def _without_padding_rows(dedup: Deduplicated, shard: GroupShard | None) -> Deduplicated:
     """Take out the rows that get no gradient."""
     padding = None if shard is None else shard.padding_rows()
     if padding is None:
         return dedup
+    dedup = dedup.without_padding()
     keep = torch.isin(dedup.unique, padding, invert=True)
     if bool(keep.all()):
         return dedup
@@ -196,7 +264,8 @@ def _renormalise(request: IncomingRequest, ranks: GroupRanks, dtype: torch.dtype
     if group.columns == 1 and shard is None:
         return
     unique = torch.unique(rows)
-    found = rows.new_empty((0, 0), dtype=dtype) if shard is None else shard.weight.index_select(0, unique)
+    places = unique if shard is None else shard.places(unique)
+    found = rows.new_empty((0, 0), dtype=dtype) if shard is None else shard.weight.index_select(0, places)
     if group.columns == 1:
         norms = torch.linalg.vector_norm(found, group.key.norm_type, dim=1)
     else:
@@ -206,7 +275,7 @@ def _renormalise(request: IncomingRequest, ranks: GroupRanks, dtype: torch.dtype
     norms = norms.to(found.dtype).double()  # in torch's own steps, to the last bit: a maximum may depend on it
     limits = torch.full_like(norms, group.key.max_norm)
     scales = torch.where(norms > limits, limits / (norms + 1e-7), 1.0).to(found.dtype)
-    shard.weight.index_copy_(0, unique.to(torch.int64), found * scales[:, None])
+    shard.weight.index_copy_(0, places.to(torch.int64), found * scales[:, None])
 
 
 def _norm_over_columns(found: Tensor, group: TableGroup, ranks: GroupRanks) -> Tensor:

@@ -4,9 +4,11 @@ A layout class says into how many chunks it may cut a table and which shapes the
 the demand: how many ids, bags and different rows a rank's batch has, counted in a sample or expected.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,12 +19,13 @@ from unisono.collectives.checks import validate_across_ranks
 from unisono.collectives.groups import as_group, process_group, resolve_group, small_message_device
 from unisono.embedding.optimizers import RowwiseAdagrad, Rule
 from unisono.embedding.ragged import Ragged, ragged_error
-from unisono.embedding.sharding.layouts import LAYOUTS, Answers, Layout
+from unisono.embedding.sharding.layouts import LAYOUTS, Answers, HostMemory, Layout
 from unisono.embedding.table import Table
 
 _ID = 4  # bytes of a row number that travels
 _SORT = 512  # bytes of memory that could be read while one id is sorted and its row is found: measured on CPUs
 _MEMORY = 8  # bytes of memory that are read or written while one travels: measured on CPUs, with gloo
+_SLOT = 16  # bytes that are held for each row in a cache: which one it is, and when it was used
 _CUT = 1.01  # a table is not cut to save less than that
 
 
@@ -146,6 +149,10 @@ class Prices(NamedTuple):
     held_by_row: int  # bytes held for each row in addition
     exchanges_squares: bool  # the chunks of columns exchange the squares of their rows
 
+    def bytes_held(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The bytes of chunks of a table, with the state of its optimizer."""
+        return rows * (columns * self.held + self.held_by_row)
+
 
 def set_prices(world_size: int, *, optimizer: Rule | None, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> Prices:
     probe = torch.empty((1, 1), dtype=dtype, device="meta")
@@ -169,15 +176,40 @@ class ShardingOption:
     load: Tensor
     sent_by_all: int
     sent: Tensor
-    memory: Tensor
+    memory: Tensor  # on the device
     total_load: int  # of all ranks
+    host_memory: HostMemory | None = None
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the rows are cut into chunks."""
+        return self.layout.cut_dim == 0
 
     @property
     def is_whole(self) -> bool:
         return len(self.load) == 1
 
     def place(self, ranks: list[int]) -> Layout:
-        return self.layout(tuple(ranks), self.answers if self.layout.owners_can_pool else None)
+        return self.layout(tuple(ranks), self.answers if self.layout.owners_can_pool else None, self.host_memory)
+
+    def in_host_memory(self, cache: float, table: Table, demand: Demand, prices: Prices) -> ShardingOption:
+        """The same, with the rows in host memory. Rows that are not in the cache are copied in and out, as if they travelled.
+
+        The cache holds the rows of a step at least. Without a better guess, the fraction of the rows that are in it is the
+        fraction of the look-ups that find them there.
+        """
+        rows, widths = self.layout.chunk_shapes(table.rows, table.dim, len(self.load))
+        bytes_of_row = prices.bytes_held(torch.ones_like(widths), widths)
+        needed = torch.minimum(rows * (demand.unique / max(table.rows, 1)) * prices.world_size, rows.to(torch.float64)).ceil()
+        slots = torch.maximum((rows * cache).ceil(), needed)
+        load = self.load + _as_integers(needed * (1 - cache) * 2 * bytes_of_row)
+        return replace(
+            self,
+            load=load,
+            total_load=self.total_load + int((load - self.load).sum()),
+            memory=_as_integers(slots * (bytes_of_row + _SLOT) + (rows + 1) * _ID + _SLOT),
+            host_memory=HostMemory(cache),
+        )
 
 
 def list_options(table: Table, demand: Demand, prices: Prices) -> list[ShardingOption]:
@@ -230,7 +262,7 @@ def _weigh(table: Table, demand: Demand, prices: Prices, layout: type[Layout], c
         total_load=load_of_all * ranks + int(load.sum()),
         sent_by_all=round(requested_by_one + moved_to_one),
         sent=_as_integers(sent),
-        memory=heights * (widths * prices.held + prices.held_by_row),
+        memory=prices.bytes_held(heights, widths),
     )
 
 

@@ -17,9 +17,10 @@ rows in chunks over two ranks only:
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -46,6 +47,30 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """What Layout.in_host_memory says."""
+
+    cache: float = 0.1
+    directory: str | None = field(default=None, repr=False)  # ranks may have different ones
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.cache, int | float) and not isinstance(self.cache, bool)
+        if not is_number or not self.cache > 0 or (isinstance(self.cache, float) and self.cache > 1):
+            raise ValueError(
+                f"Layout.in_host_memory: cache={self.cache!r} must be a number of rows, such as 100_000, or a fraction of "
+                "them, such as 0.1"
+            )
+
+    def slots(self, rows: int) -> int:
+        """How many of a rank's `rows` are in the cache."""
+        return min(rows, self.cache if isinstance(self.cache, int) else math.ceil(self.cache * rows))
+
+    def __str__(self) -> str:
+        size = f"{self.cache:,} rows" if isinstance(self.cache, int) else f"{100 * self.cache:g} %"
+        return f"in host memory, cache {size}"
+
+
+@dataclass(frozen=True)
 class Layout(ABC):
     """How one table lies on the ranks. Make one with Layout.row, Layout.column, Layout.table or Layout.replicated.
 
@@ -53,6 +78,7 @@ class Layout(ABC):
         ranks: ranks[i] is the rank (of the group) that holds chunk i, cut as torch.chunk cuts. None: all ranks in order.
         answers: What a look-up brings back: the rows that a rank requested, each once ("rows", always possible), or the sum
             of each bag ("bags": table and column layouts, sums and means). None: "bags" where possible.
+        host_memory: See in_host_memory. None: all rows are on the device.
 
     Example:
         >>> Layout.row([2, 0, 1]).box(rank=0, rows=11, dim=4)
@@ -61,6 +87,7 @@ class Layout(ABC):
 
     ranks: tuple[int, ...] | None = None
     answers: Answers | None = None
+    host_memory: HostMemory | None = None
 
     kind: ClassVar[str]
     cut_dim: ClassVar[int | None] = None
@@ -88,6 +115,24 @@ class Layout(ABC):
         """Put a copy on every rank: for small tables. Only gradients travel."""
         return ReplicatedLayout()
 
+    def in_host_memory(self, cache: float = 0.1, *, directory: str | None = None) -> Self:
+        """Keep the rows and the optimizer's state in host memory, and only the rows that are used most often on the device.
+
+        Results do not change. A step copies the rows that it needs and that are not in the cache to the device, and those that
+        were not used for the longest time back. Training needs a fused optimizer.
+
+        Args:
+            cache: How many rows each rank has on the device: a number (100_000), or a fraction of its rows (0.1). One that is
+                too small for a look-up grows.
+            directory: The rows lie in a memory-mapped file in this directory, which vanishes with the process, so that they
+                need not fit into the host's memory. It may be another one on each rank.
+
+        Example:
+            >>> str(Layout.row().in_host_memory(cache=0.05))
+            'row, in host memory, cache 5 %'
+        """
+        return replace(self, host_memory=HostMemory(cache, directory))
+
     # Placement
 
     @property
@@ -103,6 +148,8 @@ class Layout(ABC):
             raise ValueError(f"Layout: answers={self.answers!r} is neither 'rows' nor 'bags'")
         if self.answers == "bags" and not self.owners_can_pool:
             raise ValueError(f"Layout: answers='bags' needs all rows of the table on one rank, which {self.kind!r} has not")
+        if self.is_replicated and self.host_memory is not None:
+            raise ValueError("Layout: a replicated table cannot be in host memory; choose Layout.row().in_host_memory()")
         ranks = self.default_ranks(world_size) if self.ranks is None else self.ranks
         if not ranks:
             raise ValueError(f"Layout: ranks={ranks} must have one rank at least")
@@ -147,6 +194,9 @@ class Layout(ABC):
         return tuple(end - first for first, end in edges)
 
     def __str__(self) -> str:
+        return self.describe_ranks() if self.host_memory is None else f"{self.describe_ranks()}, {self.host_memory}"
+
+    def describe_ranks(self) -> str:
         return self.kind
 
     # Cost
@@ -187,7 +237,7 @@ class ColumnLayout(Layout):
     cut_dim = 1
     owners_can_pool = True
 
-    def __str__(self) -> str:
+    def describe_ranks(self) -> str:
         return self.kind if self.ranks is None else f"column on {len(self.ranks)} rank{'s' * (len(self.ranks) > 1)}"
 
     @classmethod
@@ -215,7 +265,7 @@ class TableLayout(Layout):
     def for_table_number(self, number: int, world_size: int) -> Layout:
         return replace(self, ranks=(number % world_size,))
 
-    def __str__(self) -> str:
+    def describe_ranks(self) -> str:
         return self.kind if self.ranks is None else f"table on {self.ranks[0]}"
 
     @classmethod

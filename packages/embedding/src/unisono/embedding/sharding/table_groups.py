@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.embedding.sharding.layouts import Box, Layout, chunk, chunk_size
+from unisono.embedding.sharding.layouts import Box, HostMemory, Layout, chunk, chunk_size
 from unisono.embedding.table import Table
 
 
@@ -28,6 +28,8 @@ class GroupKey(NamedTuple):
     scale_grad_by_freq: bool
     max_norm: float | None
     norm_type: float
+    rule: int  # the number of the optimizer's rule
+    host_memory: HostMemory | None
 
 
 class TableShard(NamedTuple):
@@ -93,11 +95,16 @@ class RowNumbering(NamedTuple):
         return shifts.index_select(0, torch.div(ids, self.chunk_size, rounding_mode="floor")).add_(ids)
 
 
-def group_tables(tables: Sequence[Table], layouts: Sequence[Layout], world_size: int) -> list[TableGroup]:
-    """Form the groups. They follow from the arguments alone, so they are the same on every rank."""
+def group_tables(
+    tables: Sequence[Table], layouts: Sequence[Layout], world_size: int, rules: Sequence[int] | None = None
+) -> list[TableGroup]:
+    """Form the groups. They follow from the arguments alone, so they are the same on every rank.
+
+    `rules`: the number of the rule of each table's optimizer; None: all tables have the same.
+    """
     groups: dict[GroupKey, TableGroup] = {}
     for number, (table, layout) in enumerate(zip(tables, layouts, strict=True)):
-        key = _group_key(table, layout, world_size)
+        key = _group_key(table, layout, world_size, 0 if rules is None else rules[number])
         if key not in groups:
             shard_count = len(key.ranks) if len(key.widths) == 1 and key.ranks else 1
             groups[key] = TableGroup(key, shards=[[] for _ in range(shard_count)])
@@ -118,7 +125,7 @@ def number_rows(groups: Sequence[TableGroup], tables: Sequence[Table]) -> list[R
     return [found[number] for number in range(len(tables))]
 
 
-def _group_key(table: Table, layout: Layout, world_size: int) -> GroupKey:
+def _group_key(table: Table, layout: Layout, world_size: int, rule: int) -> GroupKey:
     widths = layout.column_widths(table.dim)
     if layout.is_replicated:
         ranks: tuple[int, ...] = ()
@@ -127,7 +134,7 @@ def _group_key(table: Table, layout: Layout, world_size: int) -> GroupKey:
     else:
         ranks = layout.owners
     pooling = "sum" if table.mode == "mean" else table.mode
-    return GroupKey(widths, ranks, pooling, table.scale_grad_by_freq, table.max_norm, table.norm_type)
+    return GroupKey(widths, ranks, pooling, table.scale_grad_by_freq, table.max_norm, table.norm_type, rule, layout.host_memory)
 
 
 def _add_table(group: TableGroup, number: int, table: Table, layout: Layout) -> None:

@@ -6,14 +6,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-
-from unisono.contrastive.tiled import triton_kernels, triton_tiles
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -66,15 +65,12 @@ def _usage(name: str, compiled: Any) -> Usage:
 
 
 @contextmanager
-def compiled_for(arch: int) -> Iterator[list[Usage]]:
-    """Launches of the Triton tiles on CPU tensors compile for sm_`arch` and compute nothing; the list says what each takes."""
+def compiled_for(arch: int, kernels: ModuleType) -> Iterator[list[Usage]]:
+    """Launches of `kernels` on CPU tensors compile for sm_`arch` and compute nothing; the list says what each takes."""
     usages: list[Usage] = []
-    blocks = triton_tiles.tile_blocks
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", _Driver(arch)))
-        for name, kernel in list(vars(triton_kernels).items()):
+        for name, kernel in list(vars(kernels).items()):
             if name.endswith("_kernel"):
-                stack.enter_context(mock.patch.object(triton_kernels, name, _Compiler(kernel, usages.append)))
-        here = lambda dtype, rows, wide, *_: blocks(dtype, rows, wide, (arch // 10, 0))  # noqa: E731
-        stack.enter_context(mock.patch.object(triton_tiles, "tile_blocks", here))
+                stack.enter_context(mock.patch.object(kernels, name, _Compiler(kernel, usages.append)))
         yield usages
