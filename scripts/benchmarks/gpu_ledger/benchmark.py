@@ -87,7 +87,7 @@ class GpuLedger(Benchmark):
         return [section for section in sections if section.rows]
 
     def targets(self, results: Results) -> list[Target]:
-        """The aims of issue 20."""
+        """The aims of issues 20 and 21."""
         targets: list[Target] = []
 
         def at_most(limit: float, text: str, case: str, contender: str, value: Callable[[Measurement], float]) -> None:
@@ -111,6 +111,11 @@ class GpuLedger(Benchmark):
         at_most(
             4, "gather of a tree, kernels of the backward", tree, "unisono all_gather", lambda m: float(m["kernels_backward"])
         )
+        tables = f"Embedding tables, {next(iter(JOBS['Embedding tables'].sizes))}, W = 8"
+        for plan in ("rows", "tables"):
+            contender = f"unisono EmbeddingCollection, {plan}"
+            at_most(60, f"26 tables, {plan}: kernels of a step", tables, contender, kernels)
+            at_most(1, f"26 tables, {plan}: host syncs", tables, contender, lambda m: float(m["host_syncs"]))
         waiting = [m for m in results.measurements if self.is_ours(m.contender) and m["job"] != "Embedding tables"]
         if waiting:
             worst = max(waiting, key=lambda m: m["host_syncs"])

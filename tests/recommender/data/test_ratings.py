@@ -10,6 +10,7 @@ from unisono.embedding import Ragged
 from unisono_models.recommender.config import DataConfig
 from unisono_models.recommender.data import movielens as movielens
 from unisono_models.recommender.data.batch import take_ids
+from unisono_models.recommender.data.dataset import select_core
 from unisono_models.recommender.data.features import Feature, parse_features
 from unisono_models.recommender.data.files import find_dataset_files
 from unisono_models.recommender.data.ratings import in_intervals, read_ratings
@@ -112,7 +113,8 @@ def test_files_that_are_not_atomic_raise(folder, change, expected):
 
 
 def test_movielens_has_the_rows_of_the_published_protocols():
-    """739,012 of RecBole's context protocol; 836,478 of 6,039 users and 3,628 items of its general one."""
+    """739,012 of RecBole's context protocol; 836,478 of 6,039 users and 3,628 items of its general one; 834,449 of its
+    sequential one, with 3,123 items (its table counts the padding, too)."""
     features = parse_features(["user_id", "item_id"])
     ratings = read_ratings(Path(find_dataset_files(DataConfig("ml-1m")).source), features, **COLUMNS, threshold=4)
     context = ratings.select(in_intervals(ratings.values, apply_protocol(RECIPES["deepfm"]).data.keep).nonzero().squeeze(1))
@@ -120,6 +122,9 @@ def test_movielens_has_the_rows_of_the_published_protocols():
     assert [len(part) for part in split_rows(len(context), (0.8, 0.1, 0.1), seed=0)] == [591_210, 73_901, 73_901]
     general = ratings.select(in_intervals(ratings.values, apply_protocol(RECIPES["two_tower"]).data.keep).nonzero().squeeze(1))
     assert (len(general), len(general.users.unique()), len(general.items.unique())) == (836_478, 6_039, 3_628)
+    core = select_core(general, apply_protocol(RECIPES["sasrec"]).data)
+    assert (len(core), len(core.users.unique()), len(core.items.unique())) == (834_449, 6_033, 3_123)
+    assert min(int(x[x > 0].min()) for x in (core.users.bincount(), core.items.bincount())) == 10
 
 
 def test_take_ids_selects_bags():

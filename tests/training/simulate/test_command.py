@@ -30,6 +30,7 @@ def run(tmp_path, *args: str) -> dict:
         ("gan", "images64", "--data.source", "/no/such/folder", "--data.batch", "32"),
         ("recommender", "tiny"),
         ("recommender", "two_tower"),
+        ("recommender", "sasrec"),
         ("recommender", "criteo", "--tables.plan", "column"),
         ("recommender", "fm", "--data.source", "/no/table.csv", "--data.features", "user:id:100000", "item:id:20000"),
     ],

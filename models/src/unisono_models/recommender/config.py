@@ -50,10 +50,10 @@ class DataConfig:
     parent_asin, sku."""
     label: str = ""
     """The column of the rating or click, which the model predicts. Empty takes the first of these that there is: rating,
-    ratings, score, stars, overall, label, click, clicked, liked, target, value. two_tower does not need one."""
+    ratings, score, stars, overall, label, click, clicked, liked, target, value. two_tower and sasrec need none."""
     timestamp: str = ""
-    """The column of the time, as numbers or ISO dates, for --data.split time and leave_one_out. Empty takes the first of
-    these that there is: timestamp, time, ts, date, datetime, unix_review_time, created_at, event_time, rated_at."""
+    """The column of the time, as numbers or ISO dates, for sasrec and for --data.split time and leave_one_out. Empty takes the
+    first of these that there is: timestamp, time, ts, date, datetime, unix_review_time, created_at, event_time, rated_at."""
     features: tuple[str, ...] = ()
     """The columns that the model takes as inputs: NAME:id, NAME:ids for a bag of ids, or NAME:number.
     Empty takes the user and the item; with MovieLens, those of the recipe's protocol.
@@ -62,9 +62,12 @@ class DataConfig:
     keep: str = ""
     """Use only the ratings that lie in one of these intervals, such as '[0,3);(3,inf)'. Empty uses all of them; with MovieLens,
     those of the recipe's protocol. Not for click logs, which are used whole."""
+    k_core: int | None = None
+    """Leave out users and items with fewer ratings than this, until all that are left have as many. None leaves out none; with
+    MovieLens, those of the recipe's protocol. Not for click logs."""
     threshold: float | None = None
     """A rating of at least this counts as liked (1), others as not liked (0). None takes the first rating above the mean.
-    two_tower counts every rating that is kept as liked. Click logs have labels of 0 and 1 already."""
+    two_tower and sasrec count every rating that is kept as liked. Click logs have labels of 0 and 1 already."""
     split: Literal["rows", "per_user", "time", "leave_one_out"] = "rows"
     """How ratings are split into training, validation and test. rows: at random. per_user: at random among the rows of each
     user. time: the oldest for training, the newest for the test. leave_one_out: the last rating of each user for the test,
@@ -83,7 +86,7 @@ class DataConfig:
     eviction: Literal["none", "least_recent", "least_frequent"] = "none"
     """Which id loses its row to a new one when all rows are taken, with --data.ids mapped."""
     batch: int = 4096
-    """The number of rows of a step, over all ranks."""
+    """The number of rows of a step, over all ranks. A row of sasrec is a window of --model.length items and their targets."""
     chunk_rows: int = 512
     """Click logs are shuffled in chunks of this many neighbouring rows. A chunk of parquet is at most a row group."""
     max_broken: float = 0.01
@@ -94,20 +97,26 @@ class DataConfig:
 class ModelConfig:
     """The model: its kind, its layers, and the temperature of two_tower."""
 
-    kind: Literal["lr", "fm", "deepfm", "dcn", "dlrm", "two_tower"] = "deepfm"
-    """two_tower retrieves items for a user; the others predict the probability of a click."""
+    kind: Literal["lr", "fm", "deepfm", "dcn", "dlrm", "two_tower", "sasrec"] = "deepfm"
+    """two_tower retrieves items for a user, sasrec the next item after a user's last ones; the others predict the probability
+    of a click."""
     dim: int = 16
     """The width of the embeddings."""
     init: float = 0.01
     """The standard deviation of the initial embeddings."""
     hidden: tuple[int, ...] = (128, 64)
-    """The widths of the hidden layers of the MLP; with two_tower, of each tower."""
+    """The widths of the hidden layers of the MLP; with two_tower, of each tower. sasrec has a layer of attention for each,
+    with a feed-forward part of this width."""
     dropout: float = 0.4
     """Dropout after each hidden layer."""
     input_dropout: float = 0.2
     """Dropout of the inputs of the MLP."""
     embedding_dropout: float = 0.0
     """Dropout of all embeddings."""
+    heads: int = 2
+    """The number of attention heads of sasrec."""
+    length: int = 50
+    """How many of a user's last items sasrec takes."""
     crosses: int = 2
     """The number of cross layers of dcn."""
     bottom: tuple[int, ...] = (64,)
@@ -117,7 +126,7 @@ class ModelConfig:
     Empty takes the user and all features that belong to users."""
     items: tuple[str, ...] = ()
     """The features of two_tower's item tower, the column of the item first.
-    Empty takes the item and all features that belong to items."""
+    Empty takes the item and all features that belong to items. sasrec takes the item alone."""
     cosine: bool = True
     """Normalize the outputs of two_tower to unit length."""
     temperature: float = 0.1
@@ -131,6 +140,16 @@ class ModelConfig:
                 f"model: {self}: dim and all layers must be at least 1 wide, temperature must be positive, and crosses must "
                 "not be negative"
             )
+        if self.kind == "sasrec" and (self.length < 1 or self.heads < 1 or self.dim % self.heads):
+            raise UserError(
+                f"--model.heads {self.heads}, --model.length {self.length}: both must be positive, and the heads must divide "
+                f"--model.dim {self.dim}"
+            )
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether the model ranks all items for a user. Otherwise it predicts clicks."""
+        return self.kind in ("two_tower", "sasrec")
 
 
 @dataclass(frozen=True)
@@ -148,7 +167,8 @@ class TablesConfig:
     weight_decay: float = 0.0
     """Weight decay of the rows that a batch looks up. A row that a batch looks up several times decays once."""
     l2: float = 0.0
-    """L2 penalty: half of it times the sum of the squared embeddings of each row is added to the loss. Not for two_tower."""
+    """L2 penalty: half of it times the sum of the squared embeddings of each row is added to the loss. Only for
+    click models."""
     wire: Literal["full", "bfloat16", "float16"] = "full"
     """The dtype in which rows of tables are communicated. full: the dtype of the tables."""
     prefetch: bool = False
@@ -175,12 +195,16 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """When a run ends early. Validation alone decides: valid/auc, or valid/recall@10 of two_tower."""
+    """When a run ends early, and which items are ranked. Validation alone decides when: valid/auc, or valid/recall@10 of
+    two_tower and sasrec."""
 
     patience: int = 0
     """Stop when this many evaluations in a row (see --run.evaluate-every) were no better than the best one before them.
     The weights of the best evaluation are then tested and exported, even if all steps were taken.
     0 takes all steps, and tests and exports the last one."""
+    repeats: bool = False
+    """Rank a user's earlier items, too, as RecBole does for sequential models. Otherwise two_tower and sasrec rank only items
+    that the user has not had before."""
 
     def __post_init__(self) -> None:
         if self.patience < 0:

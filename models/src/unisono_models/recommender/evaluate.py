@@ -9,12 +9,15 @@ from torch import Tensor
 from unisono.collectives import all_gather
 from unisono.embedding import Ragged
 from unisono_models.datasets.skip_report import SkipReport
-from unisono_models.recommender.data.batch import move_ids, take_ids
+from unisono_models.recommender.data.batch import Batch, move_ids, take_ids
 from unisono_models.recommender.data.dataset import Datasets, RowDataset, split_for_rank
 from unisono_models.recommender.data.ratings import UNKNOWN, Ratings
+from unisono_models.recommender.data.sequences import items_by_user
 from unisono_models.recommender.loss import TrainingModule
 from unisono_models.recommender.metrics.auc import click_metrics
 from unisono_models.recommender.metrics.ranking import ranking_metrics, top_items
+from unisono_models.recommender.model.click_model import ClickModel
+from unisono_models.recommender.model.sasrec import SASRec
 from unisono_models.recommender.model.two_tower import TwoTower
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.distributed.watchdog import Watchdog
@@ -36,6 +39,8 @@ class Evaluator:
     """Rows of a batch on each rank."""
     max_broken: float = 1.0
     """Raise if more than this fraction of the rows is bad."""
+    repeats: bool = False
+    """Rank a user's earlier items, too."""
 
     @torch.no_grad()
     def __call__(self, split: Split) -> dict[str, float]:
@@ -43,7 +48,7 @@ class Evaluator:
         self.module.eval()
         dataset = self.datasets.valid if split == "valid" else self.datasets.test
         model = self.module.model
-        metrics = self._rank(model, dataset, split) if isinstance(model, TwoTower) else self._predict(dataset, split)
+        metrics = self._predict(dataset, split) if isinstance(model, ClickModel) else self._rank(model, dataset, split)
         return {f"{split}/{name}": value for name, value in metrics.items()}
 
     def _predict(self, dataset: RowDataset, split: Split) -> dict[str, float]:
@@ -60,29 +65,36 @@ class Evaluator:
         bad = sum(skipped.summary()["reasons"].values())
         return metrics | ({"bad_rows": float(bad)} if bad else {})
 
-    def _rank(self, model: TwoTower, dataset: RowDataset, split: Split) -> dict[str, float]:
-        """Rank all items for each user (full sort), except the user's items of training and, in the test, of validation."""
+    def _rank(self, model: TwoTower | SASRec, dataset: RowDataset, split: Split) -> dict[str, float]:
+        """Rank all items for each user (full sort), unless `repeats` except the user's earlier ones.
+
+        These are the items of training and, in the test, of validation. They are what a SASRec knows of a user.
+        """
         ratings = self.datasets.ratings
         assert ratings is not None
         earlier = [self.datasets.train] if split == "valid" else [self.datasets.train, self.datasets.valid]
-        seen = _items_by_user(ratings, torch.cat([self.datasets.rows_of(each) for each in earlier]))
-        relevant = _items_by_user(ratings, self.datasets.rows_of(dataset))
-        items = ratings.items[ratings.items > UNKNOWN].unique()  # items without interactions are not candidates
+        seen = items_by_user(ratings, torch.cat([self.datasets.rows_of(each) for each in earlier]))
+        relevant = items_by_user(ratings, self.datasets.rows_of(dataset))
+        items = self.datasets.items
         vectors = self._encode_items(model, ratings, items)
         users = relevant.lengths().nonzero().squeeze(1)
         users = users[users > UNKNOWN]
         top, right = [], []
         for share in split_for_rank(len(users), self.ranks.rank, self.ranks.world_size, self.rows):
             mine = users[share]
-            queries = model.encode_users(ratings.join(mine, mine.new_zeros(len(mine))).to(self.ranks.device).ids)
-            known = move_ids(_item_indices(seen, mine, items), self.ranks.device)
+            if isinstance(model, SASRec):
+                batch = Batch({ratings.item: take_ids(seen, mine)}, torch.empty(len(mine), 0), torch.zeros(len(mine)), mine)
+            else:
+                batch = ratings.join(mine, mine.new_zeros(len(mine)))
+            queries = model.encode_users(batch.to(self.ranks.device).ids)
+            known = None if self.repeats else move_ids(_item_indices(seen, mine, items), self.ranks.device)
             top.append(top_items(queries, vectors, k=max(KS), seen=known)[1])
             right.append(move_ids(_item_indices(relevant, mine, items), self.ranks.device))
             self._beat()
         all_right = Ragged.from_lengths(torch.cat([x.values for x in right]), torch.cat([x.lengths() for x in right]))
         return ranking_metrics(torch.cat(top), all_right, ks=KS)
 
-    def _encode_items(self, model: TwoTower, ratings: Ratings, items: Tensor) -> Tensor:
+    def _encode_items(self, model: TwoTower | SASRec, ratings: Ratings, items: Tensor) -> Tensor:
         """The vectors of all items, on every rank. Each rank encodes a share."""
         vectors = []
         for share in split_for_rank(len(items), self.ranks.rank, self.ranks.world_size, self.rows):
@@ -94,14 +106,6 @@ class Evaluator:
     def _beat(self) -> None:
         if self.watchdog is not None:
             self.watchdog.beat()
-
-
-def _items_by_user(ratings: Ratings, rows: Tensor) -> Ragged:
-    """The items of each user among these rows, by the user's row in the vocabulary."""
-    rows = rows[ratings.items[rows] > UNKNOWN]
-    users, order = ratings.users[rows].sort(stable=True)
-    counts = users.bincount(minlength=len(ratings.vocabularies[ratings.user]))
-    return Ragged.from_lengths(ratings.items[rows][order], counts)
 
 
 def _item_indices(bags: Ragged, users: Tensor, items: Tensor) -> Ragged:

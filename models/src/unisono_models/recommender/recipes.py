@@ -5,7 +5,14 @@ Which features and ratings of MovieLens they use stands in protocols.py, so that
 
 from dataclasses import replace
 
-from unisono_models.recommender.config import Config, DataConfig, ModelConfig, OptimizerConfig, TablesConfig
+from unisono_models.recommender.config import (
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TablesConfig,
+)
 from unisono_models.training.config import CheckpointConfig, RunConfig
 from unisono_models.training.config.recipes import Recipes
 
@@ -64,6 +71,21 @@ def two_tower() -> Config:
         data=DataConfig(split="per_user", batch=2048),
         model=ModelConfig("two_tower", dim=64, init=0.1, hidden=(), temperature=0.15, log_q=1.2),
         checkpoint=CheckpointConfig(every=660),
+    )
+
+
+@RECIPES.add
+def sasrec() -> Config:
+    """SASRec on MovieLens-1M: which movie a user rates next (RecBole's sequential protocol, leave one out, full sort)."""
+    epoch = 301  # steps of 64 windows in the 19,261 of ml-1m's sequential protocol
+    return Config(
+        run=RunConfig(steps=30 * epoch, evaluate_every=2 * epoch, log_every=20),
+        data=DataConfig(split="leave_one_out", batch=64),
+        model=ModelConfig("sasrec", dim=64, init=0.02, hidden=(256, 256), dropout=0.1, embedding_dropout=0.3),
+        tables=TablesConfig(plan="row", lr=2.5e-3),
+        optimizer=OptimizerConfig(lr=2.5e-3, weight_decay=0.0, warmup=0.01),
+        evaluation=EvaluationConfig(repeats=True),
+        checkpoint=CheckpointConfig(every=4 * epoch),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono.embedding import Ragged
 from unisono_models.datasets.skip_report import SkipReport
-from unisono_models.recommender.config import Config, DataConfig, ModelConfig
+from unisono_models.recommender.config import Config, ModelConfig
 from unisono_models.recommender.data.ratings import Ratings, read_titles
 from unisono_models.recommender.evaluate import Evaluator
 from unisono_models.recommender.model.export import full_weights, write_export
@@ -36,6 +36,12 @@ PUBLISHED_CONTEXT = {
 PUBLISHED_GENERAL = {
     "BPR": {"ndcg@10": 0.2407, "recall@10": 0.1725},
     "LightGCN": {"ndcg@10": 0.2538, "recall@10": 0.1861, "hit@10": 0.7330, "mrr@10": 0.4388, "precision@10": 0.1863},
+}
+# RecBole 1.2, benchmark/md/ml-1m_seq.md and benchmark/hyper/sequential: embeddings of 64, the last 50 items, leave one out,
+# full sort, best of a search by validation.
+PUBLISHED_SEQUENTIAL = {
+    "SASRec": {"ndcg@10": 0.1286, "recall@10": 0.2468, "hit@10": 0.2468, "mrr@10": 0.0929, "precision@10": 0.0247},
+    "GRU4Rec": {"ndcg@10": 0.1545, "recall@10": 0.2776, "hit@10": 0.2776, "mrr@10": 0.1171, "precision@10": 0.0278},
 }
 _NEAREST = 4
 _MAP_ITEMS, _MAP_TITLES, _MAP_GROUPS, _TITLE_LETTERS = 400, 34, 6, 34
@@ -116,22 +122,29 @@ def _introduction(config: Config, evaluator: Evaluator, metrics: Mapping[str, fl
 def metric_rows(config: Config, metrics: Mapping[str, float]) -> list[dict[str, Any]]:
     """One row for each metric of the test, beside the published values, where the protocol is the same."""
     columns: dict[str, Mapping[str, float]] = {}
-    protocol = recbole_protocol(config.data)
+    protocol = recbole_protocol(config)
     if protocol == "context" and config.model.kind in PUBLISHED_CONTEXT:
         columns = {f"published ({config.model.kind})": PUBLISHED_CONTEXT[config.model.kind]}
     elif protocol == "general" and config.model.kind == "two_tower":
         columns = {f"published ({name})": scores for name, scores in PUBLISHED_GENERAL.items()}
+    elif protocol == "sequential" and config.model.kind == "sasrec":
+        columns = {f"published ({name})": scores for name, scores in PUBLISHED_SEQUENTIAL.items()}
     rows = []
-    for name in RANKING_METRICS if config.model.kind == "two_tower" else CLICK_METRICS:
+    for name in RANKING_METRICS if config.model.retrieves else CLICK_METRICS:
         if f"test/{name}" in metrics:
             published = {column: scores.get(name, "") for column, scores in columns.items()}
             rows.append({"metric": name, "this run": metrics[f"test/{name}"], **published})
     return rows
 
 
-def recbole_protocol(data: DataConfig) -> str:
-    """ "context" or "general" if the data is that of RecBole's protocol of this name on ml-1m, else the empty string."""
-    if data.source != "ml-1m" or data.parts != (0.8, 0.1, 0.1):
+def recbole_protocol(config: Config) -> str:
+    """ "context", "general" or "sequential" if this is RecBole's protocol of this name on ml-1m, else the empty string."""
+    data = config.data
+    if data.source != "ml-1m":
+        return ""
+    if (data.keep, data.k_core, data.split, config.evaluation.repeats) == ("[3,inf)", 10, "leave_one_out", True):
+        return "sequential"
+    if data.parts != (0.8, 0.1, 0.1) or data.k_core or config.evaluation.repeats:
         return ""
     if (data.keep, data.threshold, data.split) == ("[0,3);(3,inf)", 4.0, "rows"):
         return "context"
@@ -143,7 +156,7 @@ def item_vectors(model: ModelConfig, ratings: Ratings, weights: Mapping[str, Ten
     name = f"tables.collection.tables.table_{ratings.item}.weight"
     if name not in weights or model.kind == "lr":
         return None
-    linear = model.kind != "two_tower" and HEADS[model.kind].linear
+    linear = not model.retrieves and HEADS[model.kind].linear
     vectors = weights[name].float()
     return F.normalize(vectors[:, 1:] if linear else vectors, dim=1)
 

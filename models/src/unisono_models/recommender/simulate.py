@@ -35,14 +35,21 @@ def build_training(config: Config, ranks: Ranks) -> SimulatedTraining:
         raise UserError("--model.users and --model.items: the simulation reads no data, so name the features of both towers")
     rows = largest_share(config.data.batch, ranks.world_size)
     batch = _draw_batch(features, rows)
+    sequences = config.model.kind == "sasrec"
+    if sequences:
+        config = replace(config, model=replace(config.model, items=(config.data.item,)))
+        batch = replace(
+            batch, ids={**batch.ids, config.data.item: _draw_bags(_item_rows(config, features), rows, config.model.length + 1)}
+        )
     none = InMemoryDataset(None, torch.empty(0), batch=1, seed=0)  # type: ignore[arg-type]  # there are no ratings
     mapped = config.data.ids == "mapped" and config.data.format in ("criteo", "parquet")
     datasets = Datasets(features, none, none, none, sample=None if mapped else batch, mapped=mapped, config=config.data)
-    log_q = None
+    log_q = items = None
     if config.model.kind == "two_tower":
-        items = next((x.rows for x in features if x.name == config.model.items[0]), 0)
-        log_q = torch.zeros(items, dtype=dtype, device=device)
-    module = build_training_module(config, datasets, dtype=dtype, device=device, log_q=log_q).train()
+        log_q = torch.zeros(_item_rows(config, features), dtype=dtype, device=device)
+    elif sequences:
+        items = torch.arange(1, _item_rows(config, features), device=device)
+    module = build_training_module(config, datasets, dtype=dtype, device=device, log_q=log_q, items=items).train()
     dense = list(module.dense_parameters())
     model = parallelize(module, config.parallel, ranks) if dense else module
     optimizers = {"dense": make_optimizer(module, config.optimizer)} if dense else {}
@@ -82,12 +89,19 @@ def _known_features(config: Config) -> tuple[Feature, ...]:
     return tuple(found)
 
 
+def _item_rows(config: Config, features: tuple[Feature, ...]) -> int:
+    return next((x.rows for x in features if x.name == config.model.items[0]), 0)
+
+
+def _draw_bags(table_rows: int, bags: int, size: int) -> Ragged:
+    return Ragged.from_lengths(draw_integers(0, table_rows, bags * size), torch.full((bags,), size, dtype=torch.int64))
+
+
 def _draw_batch(features: tuple[Feature, ...], rows: int) -> Batch:
     ids: dict[str, Ids] = {}
     for x in features:
         if x.kind == "ids":
-            values = draw_integers(0, x.rows, rows * _BAG)
-            ids[x.name] = Ragged.from_lengths(values, torch.full((rows,), _BAG, dtype=torch.int64))
+            ids[x.name] = _draw_bags(x.rows, rows, _BAG)
         elif x.kind != "number":
             ids[x.name] = draw_integers(0, x.rows, rows)
     numbers = sum(x.kind == "number" for x in features)

@@ -10,6 +10,7 @@ from unisono_models.recommender.config import Config, OptimizerConfig
 from unisono_models.recommender.data.batch import Batch
 from unisono_models.recommender.data.dataset import build_datasets, prefetch
 from unisono_models.recommender.data.describe import describe_data
+from unisono_models.recommender.data.sequences import train_on_sequences
 from unisono_models.recommender.early_stopping import EarlyStopping
 from unisono_models.recommender.evaluate import Evaluator
 from unisono_models.recommender.loss import TrainingModule, build_training_module
@@ -40,6 +41,8 @@ def train(config: Config, session: Session) -> None:
     datasets = build_datasets(config.data, seed=config.run.seed, ranks=ranks)
     check_labels(config, datasets)
     given, config = config, complete_config(config, datasets)
+    if config.model.kind == "sasrec":
+        datasets = train_on_sequences(datasets, length=config.model.length, seed=config.run.seed)
     streamed = datasets.ratings is None
     watchdog.beat()
 
@@ -48,7 +51,9 @@ def train(config: Config, session: Session) -> None:
     dense = list(module.dense_parameters())
     model = parallelize(module, config.parallel, ranks) if dense else module  # DDP needs at least one parameter
     optimizers = {"dense": make_optimizer(module, config.optimizer)} if dense else {}
-    evaluator = Evaluator(module, datasets, ranks, watchdog, dtype, max_broken=config.data.max_broken)
+    evaluator = Evaluator(
+        module, datasets, ranks, watchdog, dtype, max_broken=config.data.max_broken, repeats=config.evaluation.repeats
+    )
 
     with TrainingLoop(session, model, optimizers) as loop:
         fingerprint = datasets.fingerprint
@@ -134,6 +139,10 @@ def check_settings(config: Config) -> None:
     """Check what the settings alone can tell. Raises: UserError."""
     if config.parallel.kind != "ddp":
         raise UserError(f"--parallel.kind {config.parallel.kind}: must be ddp. The tables are sharded by --tables.plan")
+    if config.model.kind == "sasrec" and config.data.split not in ("time", "leave_one_out"):
+        raise UserError(
+            f"--data.split {config.data.split}: sasrec would learn from what comes after the test. Choose leave_one_out or time"
+        )
     if config.evaluation.patience and not config.run.evaluate_every:
         raise UserError(
             f"--evaluation.patience {config.evaluation.patience} counts evaluations, and there are none before the end: set "

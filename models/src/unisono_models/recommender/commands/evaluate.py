@@ -66,7 +66,8 @@ def load_evaluator(options: Options, ranks: Ranks) -> tuple[Evaluator, dict[str,
     dtype = dtype_of_weights(weights)
     module = build_training_module(config, datasets, dtype=dtype, device=ranks.device)
     load_weights(module.model, weights)
-    return Evaluator(module, datasets, ranks, dtype=dtype, max_broken=data.max_broken), saved
+    repeats = config.evaluation.repeats
+    return Evaluator(module, datasets, ranks, dtype=dtype, max_broken=data.max_broken, repeats=repeats), saved
 
 
 def main(args: Sequence[str] | None = None) -> None:

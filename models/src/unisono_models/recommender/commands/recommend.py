@@ -9,10 +9,13 @@ import torch
 import tyro
 from torch import Tensor
 
-from unisono_models.recommender.config import Config
-from unisono_models.recommender.data.dataset import build_datasets
+from unisono_models.recommender.config import Config, DataConfig
+from unisono_models.recommender.data.batch import take_ids
+from unisono_models.recommender.data.dataset import build_datasets, select_core, select_kept
 from unisono_models.recommender.data.ratings import UNKNOWN, Ratings, read_titles
+from unisono_models.recommender.data.sequences import items_by_user
 from unisono_models.recommender.model.export import FILES, ExportedModel, read_data_config, read_export
+from unisono_models.recommender.model.sasrec import SASRec
 from unisono_models.recommender.model.two_tower import TwoTower
 from unisono_models.training.distributed.launch import Ranks
 from unisono_models.training.errors import UserError
@@ -44,7 +47,7 @@ def read_all_ratings(export: Path, exported: ExportedModel, *, seed: int) -> Rat
 
     Raises: RunError if the data has no users and items.
     """
-    data = replace(read_data_config(export), keep="")
+    data = replace(read_data_config(export), keep="", k_core=None)
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
     ratings = build_datasets(data, seed=seed, ranks=ranks, vocabularies=exported.vocabularies).ratings
     if ratings is None:
@@ -54,8 +57,14 @@ def read_all_ratings(export: Path, exported: ExportedModel, *, seed: int) -> Rat
 
 @torch.no_grad()
 def score_items(exported: ExportedModel, ratings: Ratings, user: int, items: Tensor) -> Tensor:
-    """Score items for one user: the probability of a click, or the dot product of the vectors of two towers."""
+    """Score items for one user: the probability of a click, or the dot product of two vectors.
+
+    A SASRec takes the user's items among these `ratings` in order of time.
+    """
     model = exported.model
+    if isinstance(model, SASRec):
+        history = take_ids(items_by_user(ratings, torch.arange(len(ratings))), torch.tensor([user]))
+        return model.encode_items({ratings.item: items}) @ model.encode_users({ratings.item: history})[0]
     batch = ratings.join(torch.full_like(items, user), items)
     if isinstance(model, TwoTower):
         user_vectors, item_vectors = model(batch)
@@ -65,9 +74,11 @@ def score_items(exported: ExportedModel, ratings: Ratings, user: int, items: Ten
 
 
 def recommend(
-    exported: ExportedModel, ratings: Ratings, user: str, *, top: int, titles: dict[str, str]
+    exported: ExportedModel, ratings: Ratings, user: str, *, top: int, titles: dict[str, str], data: DataConfig | None = None
 ) -> list[Recommendation]:
     """Return the `top` items, best first, among those that `user` has no interaction with.
+
+    data: Which of the ratings a SASRec was trained with. It knows no other items.
 
     Raises: RunError if the user is not in the data.
     """
@@ -75,10 +86,11 @@ def recommend(
     if row == UNKNOWN:
         known = ", ".join(ratings.vocabularies[ratings.user].values[:3])
         raise RunError(f"--user {user}: there is no such user in the data; there are {known}, …")
-    items = ratings.items[ratings.items > UNKNOWN].unique()  # items that are newer than the model have no embedding
+    used = ratings if data is None else select_core(select_kept(ratings, data), data)
+    items = used.items[used.items > UNKNOWN].unique()  # items that are newer than the model have no embedding
     seen = ratings.items[ratings.users == row]
     items = items[~torch.isin(items, seen)]
-    scores = score_items(exported, ratings, row, items)
+    scores = score_items(exported, used, row, items)
     best = scores.argsort(descending=True, stable=True)[:top]
     names = [ratings.vocabularies[ratings.item].value(item) for item in items[best].tolist()]
     return [Recommendation(n, titles.get(n, n), score) for n, score in zip(names, scores[best].tolist(), strict=True)]
@@ -108,7 +120,8 @@ def main(args: Sequence[str] | None = None) -> None:
         ratings = read_all_ratings(options.run / "export", exported, seed=config.run.seed)
         titles = read_titles(ratings)
         user = options.user or most_active_user(ratings)
-        found = recommend(exported, ratings, user, top=options.top, titles=titles)
+        data = read_data_config(options.run / "export") if isinstance(exported.model, SASRec) else None
+        found = recommend(exported, ratings, user, top=options.top, titles=titles, data=data)
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     _print(user, best_rated_titles(ratings, user, titles), found)

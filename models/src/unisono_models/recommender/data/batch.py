@@ -101,8 +101,16 @@ def take_ids(ids: Ids, rows: Tensor) -> Ids:
     """
     if not isinstance(ids, Ragged):
         return ids[rows]
-    lengths = ids.lengths()[rows]
-    taken = Ragged.from_lengths(ids.values[:0], lengths)
-    starts = taken.offsets[1:] - lengths
-    shift = (ids.offsets[rows] - starts).repeat_interleave(lengths)
-    return taken._replace(values=ids.values[shift + torch.arange(len(shift), device=shift.device)])
+    return take_slices(ids, rows, torch.zeros_like(rows), ids.lengths()[rows])
+
+
+def take_slices(bags: Ragged, rows: Tensor, starts: Tensor, lengths: Tensor) -> Ragged:
+    """Select a slice of each of these bags: `lengths` ids from the place `starts` on.
+
+    Example:
+        >>> take_slices(Ragged.from_lists([[7, 8, 9], [6]]), torch.tensor([0, 1]), torch.tensor([1, 0]), torch.tensor([2, 1]))
+        Ragged(values=tensor([8, 9, 6]), offsets=tensor([0, 2, 3]), weights=None)
+    """
+    taken = Ragged.from_lengths(bags.values[:0], lengths)
+    shift = (bags.offsets[rows] + starts - taken.offsets[:-1]).repeat_interleave(lengths)
+    return taken._replace(values=bags.values[shift + torch.arange(len(shift), device=shift.device)])

@@ -23,10 +23,12 @@ from unisono_models.recommender.data.files import DatasetFiles, find_dataset_fil
 from unisono_models.recommender.data.parquet import ParquetChunks
 from unisono_models.recommender.data.rating_table import read_column_names, read_rating_table
 from unisono_models.recommender.data.ratings import (
+    UNKNOWN,
     Ratings,
     Vocabulary,
     find_atomic_files,
     in_intervals,
+    k_core,
     read_atomic,
     read_ratings,
 )
@@ -114,6 +116,8 @@ class Datasets:
     """The config with what only the data could tell: the format, the columns, the features, the threshold."""
     left_out: int = 0
     """The number of good ratings that --data.keep leaves out."""
+    outside_core: int = 0
+    """The number of further ratings that --data.k-core leaves out."""
 
     @property
     def fingerprint(self) -> str:
@@ -127,6 +131,13 @@ class Datasets:
     def place(self) -> str:
         """The word for where a row stands in its file."""
         return "row" if self.ratings is not None and self.ratings.path.suffix.lower() == ".parquet" else "line"
+
+    @property
+    def items(self) -> Tensor:
+        """The items that can be ranked, by their rows in the vocabulary, ascending: those that have an interaction."""
+        assert self.ratings is not None
+        items: Tensor = self.ratings.items[self.ratings.items > UNKNOWN].unique()
+        return items
 
     def rows_of(self, dataset: RowDataset) -> Tensor:
         """The rows of the ratings that a dataset in memory has."""
@@ -187,10 +198,9 @@ def _build_in_memory(
         else:
             ratings = read_rating_table(paths, features, columns=needed, vocabularies=vocabularies)
         good = len(ratings)
-        if config.keep:
-            ratings = ratings.select(in_intervals(ratings.values, config.keep).nonzero().squeeze(1))
-        if not len(ratings):
-            raise UserError(f"--data.keep {config.keep!r}: no interaction of {source} is left: all {good:,} are outside of it")
+        ratings = select_kept(ratings, config)
+        kept = len(ratings)
+        ratings = select_core(ratings, config)
         threshold = guess_threshold(ratings.values) if config.threshold is None else config.threshold
         ratings = ratings.with_threshold(threshold)
         train, valid, test = (InMemoryDataset(ratings, rows, batch=config.batch, seed=seed) for rows in _split(config, ratings))
@@ -213,8 +223,31 @@ def _build_in_memory(
         sample=ratings.batch(torch.arange(share.start, share.stop)),
         notes=files.notes,
         config=resolved,
-        left_out=good - len(ratings),
+        left_out=good - kept,
+        outside_core=kept - len(ratings),
     )
+
+
+def select_kept(ratings: Ratings, config: DataConfig) -> Ratings:
+    """Keep the ratings that --data.keep names. Raises: UserError if there are none."""
+    if not config.keep:
+        return ratings
+    rows = in_intervals(ratings.values, config.keep).nonzero().squeeze(1)
+    if not len(rows):
+        raise UserError(
+            f"--data.keep {config.keep!r}: no interaction of {ratings.path} is left: all {len(ratings):,} are outside of it"
+        )
+    return ratings.select(rows)
+
+
+def select_core(ratings: Ratings, config: DataConfig) -> Ratings:
+    """Keep the ratings that --data.k-core leaves. Raises: UserError if there are none."""
+    if not config.k_core:
+        return ratings
+    rows = k_core(ratings.users, ratings.items, config.k_core)
+    if not len(rows):
+        raise UserError(f"--data.k-core {config.k_core}: no user and no item of {ratings.path} has so many interactions")
+    return ratings.select(rows)
 
 
 def _find_columns(config: DataConfig, path: Path) -> RatingColumns:

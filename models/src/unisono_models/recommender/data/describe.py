@@ -29,12 +29,15 @@ def describe_data(config: Config, given: Config, datasets: Datasets) -> list[str
 
 
 def _describe_ratings(config: Config, given: Config, datasets: Datasets, ratings: Ratings) -> list[str]:
-    data, towers = config.data, config.model.kind == "two_tower"
+    data, towers = config.data, config.model.retrieves
     users, items = len(ratings.users.unique()), len(ratings.items.unique())
     lines = [f"{ratings.path.name}: {len(ratings):,} ratings by {users:,} users of {items:,} items are used"]
     if datasets.left_out:
+        good = datasets.left_out + datasets.outside_core + len(ratings)
+        lines.append(f"--data.keep {data.keep!r} leaves out {datasets.left_out:,} of {good:,} ratings")
+    if datasets.outside_core:
         lines.append(
-            f"--data.keep {data.keep!r} leaves out {datasets.left_out:,} of {datasets.left_out + len(ratings):,} ratings"
+            f"--data.k-core {data.k_core} leaves out {datasets.outside_core:,} ratings, by users or of items that have fewer"
         )
     if not (given.data.user and given.data.item):
         named = {"user": data.user, "item": data.item, "rating": data.label, "time": data.timestamp}

@@ -162,6 +162,22 @@ def in_intervals(values: Tensor, intervals: str) -> Tensor:
     return found
 
 
+def k_core(users: Tensor, items: Tensor, k: int) -> Tensor:
+    """The rows that are left when users and items with fewer than `k` rows are left out, again and again.
+
+    Example:
+        >>> k_core(torch.tensor([1, 1, 2, 2, 3, 3]), torch.tensor([7, 8, 7, 8, 8, 9]), 2)  # without item 9 user 3 has one row
+        tensor([0, 1, 2, 3])
+    """
+    rows = torch.arange(len(users))
+    while True:
+        counts = [x[rows].bincount()[x[rows]] for x in (users, items)]
+        enough = (counts[0] >= k) & (counts[1] >= k)
+        if bool(enough.all()):
+            return rows
+        rows = rows[enough]
+
+
 def _is_float(text: str) -> bool:
     try:
         float(text)

@@ -75,14 +75,24 @@ def leave_one_out(groups: Tensor, times: Tensor | None, *, seed: int) -> SplitIn
     """
     if times is None:
         times = torch.rand(len(groups), generator=make_generator(seed, "split"), dtype=torch.float64)
-    order = times.argsort(stable=True)
-    order = order[groups[order].argsort(stable=True)]
+    order = sort_groups_by_time(groups, times)
     _, counts = groups[order].unique_consecutive(return_counts=True)
     from_end = counts.cumsum(0).repeat_interleave(counts) - 1 - torch.arange(len(groups))
     sizes = counts.repeat_interleave(counts)
     test = (from_end == 0) & (sizes > 1)
     valid = (from_end == 1) & (sizes > 2)
     return SplitIndices(*(order[chosen].sort().values for chosen in (~test & ~valid, valid, test)))
+
+
+def sort_groups_by_time(groups: Tensor, times: Tensor | None) -> Tensor:
+    """Sort rows by their group, and those of a group by time. Equal times, or no times, keep the order of the rows.
+
+    Example:
+        >>> sort_groups_by_time(torch.tensor([8, 7, 8, 7]), torch.tensor([2.0, 3.0, 1.0, 3.0]))
+        tensor([1, 3, 2, 0])
+    """
+    order = torch.arange(len(groups)) if times is None else times.argsort(stable=True)
+    return order[groups[order].argsort(stable=True)]
 
 
 def _split_ends(count: int, parts: Sequence[float]) -> tuple[int, int]:

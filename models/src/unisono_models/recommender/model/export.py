@@ -14,9 +14,7 @@ from unisono.embedding import EmbeddingCollection
 from unisono_models.recommender.config import DataConfig, ModelConfig, TablesConfig
 from unisono_models.recommender.data.features import Feature
 from unisono_models.recommender.data.ratings import Vocabulary
-from unisono_models.recommender.model.click_model import ClickModel, table_width
-from unisono_models.recommender.model.tables import EmbeddingTables
-from unisono_models.recommender.model.two_tower import TwoTower
+from unisono_models.recommender.model.build import Model, build_model
 from unisono_models.training.config.serialization import config_from_json, config_to_json
 
 WEIGHTS_FILE, CONFIG_FILE, VOCABULARIES_FILE = "model.safetensors", "config.json", "vocabularies.json"
@@ -27,7 +25,7 @@ FILES = (WEIGHTS_FILE, CONFIG_FILE, VOCABULARIES_FILE)
 class ExportedModel:
     """A model, its features, and the vocabularies that give their values rows."""
 
-    model: ClickModel | TwoTower
+    model: Model
     features: tuple[Feature, ...]
     vocabularies: dict[str, Vocabulary]
 
@@ -89,19 +87,15 @@ def read_export(folder: Path | str) -> ExportedModel:
     saved = json.loads((folder / CONFIG_FILE).read_text())
     config = config_from_json(ModelConfig, saved["model"])
     features = tuple(map(Feature.parse, saved["features"]))
-    towers = config.kind == "two_tower"
-    used = {*config.users, *config.items} if towers else {feature.name for feature in features}
     weights = load_file(folder / WEIGHTS_FILE)
-    tables = EmbeddingTables(
-        [feature for feature in features if feature.kind != "number" and feature.name in used],
-        width=config.dim if towers else table_width(config),
-        init=config.init,
-        config=TablesConfig(plan="row", optimizer="sgd"),
+    model = build_model(
+        config,
+        features,
+        tables=TablesConfig(plan="row", optimizer="sgd"),
         data=config_from_json(DataConfig, saved["data"]),
         mapped=any("maps.map_" in name for name in weights),
         dtype=dtype_of_weights(weights),
     )
-    model = TwoTower(config, tables) if towers else ClickModel(config, features, tables)
     load_weights(model, weights)
     return ExportedModel(model.eval(), features, read_vocabularies(folder))
 

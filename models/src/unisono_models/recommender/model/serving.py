@@ -12,7 +12,9 @@ from torch.fx.experimental import _config as symbolic_shapes
 from unisono.embedding import Ragged
 from unisono_models.recommender.data.batch import Batch, Ids
 from unisono_models.recommender.data.features import Feature
+from unisono_models.recommender.model.build import Model
 from unisono_models.recommender.model.click_model import ClickModel
+from unisono_models.recommender.model.sasrec import SASRec
 from unisono_models.recommender.model.two_tower import TwoTower
 
 ServedIds = dict[str, Tensor | tuple[Tensor, Tensor]]
@@ -32,14 +34,25 @@ class ServedClickModel(nn.Module):
 
 
 class ServedTower(nn.Module):
-    """forward: the ids of users, or of items, to (rows, dim) vectors; the dot product of two is their score."""
+    """forward: the ids of users, or of items, to (rows, dim) vectors; the dot product of two is their score.
 
-    def __init__(self, model: TwoTower, side: Literal["users", "items"]) -> None:
+    A SASRec takes the items of each user, in order of time, instead of the ids of users.
+    """
+
+    def __init__(self, model: TwoTower | SASRec, side: Literal["users", "items"]) -> None:
         super().__init__()
         self.model, self.side = model, side
 
     def forward(self, ids: ServedIds) -> Tensor:
-        return self.model.encode_users(_as_ids(ids)) if self.side == "users" else self.model.encode_items(_as_ids(ids))
+        if self.side == "items":
+            return self.model.encode_items(_as_ids(ids))
+        if isinstance(self.model, TwoTower):
+            return self.model.encode_users(_as_ids(ids))
+        # Two more users without items: torch's attention would make a program that refuses a batch of one row, or of none.
+        name = self.model.config.items[0]
+        items, offsets = ids[name]
+        bags = Ragged(items, torch.cat([offsets, offsets[-1:], offsets[-1:]]))
+        return self.model.encode_users({name: bags})[:-2]
 
 
 def _as_ids(ids: ServedIds) -> dict[str, Ids]:
@@ -51,8 +64,8 @@ def served_ids(ids: Mapping[str, Ids]) -> ServedIds:
     return {name: (x.values, x.offsets) if isinstance(x, Ragged) else x for name, x in ids.items()}
 
 
-def export_programs(model: ClickModel | TwoTower, features: tuple[Feature, ...]) -> dict[str, ExportedProgram]:
-    """Export a model, after `convert_for_inference` of its tables: "model", or "users" and "items" for two towers.
+def export_programs(model: Model, features: tuple[Feature, ...]) -> dict[str, ExportedProgram]:
+    """Export a model, after `convert_for_inference` of its tables: "model", or "users" and "items" of a model that retrieves.
 
     A program takes any number of rows. It does not say which id is out of range, as the tables do.
     """
@@ -60,8 +73,11 @@ def export_programs(model: ClickModel | TwoTower, features: tuple[Feature, ...])
     if isinstance(model, ClickModel):
         numbers = torch.zeros(2, sum(feature.kind == "number" for feature in features))
         return {"model": _export(ServedClickModel(model), kinds, numbers.to(next(model.parameters()).dtype))}
+    by_user = {name: kinds[name] for name in model.config.users}
+    if isinstance(model, SASRec):
+        by_user = {model.config.items[0]: "ids"}
     return {
-        "users": _export(ServedTower(model, "users"), {name: kinds[name] for name in model.config.users}),
+        "users": _export(ServedTower(model, "users"), by_user),
         "items": _export(ServedTower(model, "items"), {name: kinds[name] for name in model.config.items}),
     }
 

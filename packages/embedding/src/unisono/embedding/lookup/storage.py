@@ -5,7 +5,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -113,9 +113,8 @@ class ShardStorage:
         self.tables = list(tables)
         self.options = options
         self.ranks = resolve_group(group)
-        self.is_compiled = (
-            False  # whether compiled kernels make the optimizer's steps: on all ranks, or copies would drift apart
-        )
+        # Whether compiled kernels make the optimizer's steps: on all ranks, or copies would drift apart.
+        self.is_compiled = False
         self.why_not_compiled = ""
         self.layouts = self._validate(layouts, optimizer)
         by_table = rules_by_table(optimizer, [table.name for table in self.tables])
@@ -220,6 +219,9 @@ class ShardStorage:
             store = {name: map_rows(x.shape, x.dtype, host_memory.directory) for name, x in shapes.items()}
         slots = sum(host_memory.slots(part.box.shape[0]) for part in group.shards[shard])
         return RowCache(store, slots, self.options.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "feature_orders": {}}  # a copy makes its own
 
     def parameters(self) -> list[Tensor]:
         """The weight of each table. Read from the dict of its module, since Module.__getattr__ takes long for many tables."""
