@@ -205,7 +205,9 @@ def apply_gradients(storage: ShardStorage) -> None:
         else:
             blocks = [parts] if parts else []
         for block in blocks:
-            _hand_over(update, group, shard, _join_gradients(block, storage.options), storage.ranks)
+            gradients = _join_gradients(block, storage.options)
+            gradients.copied = group.is_replicated and storage.ranks.size > 1
+            _hand_over(update, group, shard, gradients, storage.ranks)
 
 
 def _join_gradients(parts: Sequence[tuple[int, Tensor]], options: LookupOptions) -> RowGradients:
