@@ -178,10 +178,6 @@ class RowCache:
         self.filled -= slots.numel()
         self.generation += 1
 
-    def __getstate__(self) -> dict[str, object]:
-        self.release()  # a copy has all rows in its store
-        return self.__dict__
-
 
 def _to_host(x: Tensor) -> Tensor:
     """Start a copy to the CPU, into pinned memory. It is done when a later copy that the host waits for is done."""

@@ -47,6 +47,7 @@ class LookupOptions:
     stochastic_rounding: bool = False
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")  # noqa: RUF009
+    problem: str = ""  # what is wrong with other arguments, so that all ranks raise
 
 
 @dataclass
@@ -113,9 +114,8 @@ class ShardStorage:
         self.tables = list(tables)
         self.options = options
         self.ranks = resolve_group(group)
-        self.is_compiled = (
-            False  # whether compiled kernels make the optimizer's steps: on all ranks, or copies would drift apart
-        )
+        # Whether compiled kernels make the optimizer's steps: on all ranks, or copies would drift apart.
+        self.is_compiled = False
         self.why_not_compiled = ""
         self.layouts = self._validate(layouts, optimizer)
         by_table = rules_by_table(optimizer, [table.name for table in self.tables])
@@ -138,7 +138,7 @@ class ShardStorage:
         """Return the layouts with ranks, once all ranks make the same tables and none has a bad argument."""
         options = self.options
         assigned = list(layouts)
-        error = ""
+        error = options.problem
         if options.grad_reduce not in ("mean", "sum"):
             error = f"grad_reduce={options.grad_reduce!r} is neither 'mean' nor 'sum'"
         if options.wire_dtype not in (None, torch.bfloat16, torch.float16):
@@ -243,6 +243,8 @@ class ShardStorage:
     def describe_kernels(self) -> str:
         """Which kernels make the steps of the optimizer."""
         dtype, device = self.options.dtype, self.options.device
+        if self.options.stochastic_rounding and dtype.itemsize == 2:
+            return "torch: stochastic_rounding=True"
         if device.type != "cpu":
             problem = why_not_triton(device, dtype)
             return f"torch: {problem}" if problem else "triton"
@@ -323,12 +325,6 @@ class ShardStorage:
             new = RowCache(old.store, old.slots, self.options.device)
         new.follow(old)
         shard.weight, shard.state, shard.cache = new.weight, new.state, new
-
-    def release(self) -> None:
-        """Write the rows of all caches back into host memory."""
-        for shard in self.shards:
-            if shard is not None and shard.cache is not None:
-                shard.cache.release()
 
     def raise_for_gradients_in_host_memory(self) -> None:
         """Only steps in the backward leave no gradients of whole tables, for which the device has no room."""
