@@ -183,8 +183,8 @@ def _hand_over(
 def apply_gradients(storage: ShardStorage) -> None:
     """Make a step of each table's rule with the sparse gradient of its parameter, if it has one. All ranks call.
 
-    For the gradients of one backward this does what a RuleUpdate in that backward would have done, bit for bit; of 16-bit tables on
-    a GPU only up to the rounding of the gradients, whose sums Triton keeps in float32 there.
+    For the gradients of one backward this does what a RuleUpdate in that backward would have done, bit for bit; of 16-bit
+    tables on a GPU only up to the rounding of the gradients, whose sums Triton keeps in float32 there.
     """
     storage.follow_parameters()
     grads = {k: weight.grad.detach() for k, weight in enumerate(storage.parameters()) if weight.grad is not None}
