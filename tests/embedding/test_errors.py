@@ -1,5 +1,7 @@
 """A bad look-up on one rank is the same clear error on all of them, and the next one works."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ from unisono.embedding import (
     ShardedEmbedding,
     ShardedEmbeddingBag,
     Table,
+    unshard,
 )
 
 IDS, OFFSETS, WEIGHTS = torch.tensor([1, 5, 2]), torch.tensor([0, 2]), torch.ones(3)
@@ -72,6 +75,25 @@ BAD_LAST = {
     "last offset": ([IDS, OFFSETS], "offsets must rise from 0 to the number of ids, 3; they go from 0 to 2"),
 }
 BAD_MEAN = {"weights": ([IDS, OFFSETS, WEIGHTS], "weights go with mode='sum' only, not with 'mean'")}
+
+
+def test_a_bad_keyed_batch_is_found_where_a_feature_has_two_tables_and_in_serving():
+    """It was cut into features first, which hid what is wrong."""
+    collection = EmbeddingCollection([Table("a", 9, 4, ["x"]), Table("b", 9, 4, ["x", "y"])], plan="row")
+    good = KeyedRagged(["x", "y"], torch.tensor([1, 2, 3]), torch.tensor([1, 1, 0, 1]))  # names may be a list
+    assert collection(good)["x@a"].shape == (2, 4) and unshard(collection)(good)["y"].shape == (2, 4)
+    wrong = {
+        "lengths must add up to the number of values, 3": {"lengths": torch.tensor([1, 1, 0, 0])},
+        "5 are not the same number for each of 2 features": {"lengths": torch.tensor([1, 1, 0, 1, 0])},
+        "has a name twice": {"names": ("x", "x")},
+        "weights: expected 3, one for each id, got (2,)": {"weights": torch.ones(2)},
+    }
+    for text, change in wrong.items():
+        for module in (collection, unshard(collection)):
+            with pytest.raises(ValueError, match=re.escape(text)):
+                module(good._replace(**change))
+
+
 KEYED = KeyedRagged(("user", "seen", "word"), torch.tensor([1, 2, 3]), torch.ones(3, dtype=torch.int64))
 BAD_BATCH = {
     "id": (
@@ -86,7 +108,7 @@ BAD_BATCH = {
     ),
     "negative lengths": ([KEYED._replace(lengths=torch.tensor([2, -1, 2]))], "and the least is -1"),
     "lengths of no features": ([KEYED._replace(lengths=torch.ones(4).long())], "4 are not the same number for each of 3"),
-    "keyed floats": ([KEYED._replace(values=WEIGHTS)], "KeyedRagged: values: expected one dimension of int32 or int64"),
+    "keyed floats": ([KEYED._replace(values=WEIGHTS)], "KeyedRagged: values: expected int32 or int64 numbers"),
     "keyed id": ([KEYED._replace(values=torch.tensor([1, 9, 1]))], "id 9 at position 0 of feature 'seen' is out of range"),
     "keyed weights": ([KEYED._replace(weights=WEIGHTS)], "weights go with mode='sum' only, not with 'mean'"),
     "few keyed weights": ([KEYED._replace(weights=WEIGHTS[:1])], "KeyedRagged: weights: expected 3, one for each id, got (1,)"),

@@ -1,6 +1,7 @@
 """Prefetch: a batch that was started ahead gives the same results and errors."""
 
 import threading
+import time
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from tests.embedding.reference import ROWS
 from tests.embedding.test_collection import make_pair
-from unisono.embedding import EmbeddingCollection, Ragged, Table
+from unisono.embedding import SGD, EmbeddingCollection, Ragged, Table
 from unisono.embedding.lookup import engine, input_dist
 from unisono.embedding.lookup.input_dist import AgreedRequests
 from unisono.embedding.ragged import as_ragged
@@ -74,6 +75,27 @@ def ids_changed_after_prefetch_are_looked_up() -> None:
     with torch.no_grad():
         collection.prefetch(batch)
         assert len(collection(batch)["a"]) == 2
+
+
+def a_scheduler_between_prefetch_and_call_is_no_mismatch() -> None:
+    """The thread read the learning rate when it came to run: on one rank before the scheduler, on another after it."""
+    rank = dist.get_rank()
+    collection = make_pair("row", optimizer=SGD(lr=0.1))
+    batch = {"a": torch.tensor([1, 9]), "b": torch.tensor([0, 4])}
+    agree = engine.agree_on_requests
+
+    def late(*args: Any) -> Any:
+        time.sleep(0.3 * rank)
+        return agree(*args)
+
+    with mock.patch.object(engine, "agree_on_requests", late):
+        collection.prefetch(batch)
+        collection.optimizer.param_groups[0]["lr"] = 0.05
+        collection(batch)["a"].sum().backward()
+
+
+def test_a_scheduler_between_prefetch_and_call_is_no_mismatch(ranks):
+    ranks(a_scheduler_between_prefetch_and_call_is_no_mismatch, world_size=2)
 
 
 class FakeStream:

@@ -1,6 +1,8 @@
 """The features of a batch joined: compiled, by torch's operations, and as on a GPU, all the same."""
 
+import copy
 import importlib.util
+import itertools
 from unittest import mock
 
 import pytest
@@ -160,6 +162,79 @@ def test_deduplicating_as_on_a_gpu():
         for name in ("unique", "order", "starts", "counts", "inverse"):
             assert torch.equal(getattr(found, name), getattr(expected, name))
         assert cuts[1] == int((expected.unique < 7).sum())
+
+
+def test_only_blocks_with_weights_have_weights():
+    """A learned weight made the backward of a table without mode index its rows by bags; it crashed beside empty bags."""
+    tables = [Table("a", 9, 4), Table("b", 9, 4, mode=None), Table("c", 9, 8)]
+    collection = EmbeddingCollection(tables, plan="row")
+    weights = torch.tensor([1.0, 2.0], requires_grad=True)
+    batch = {
+        "a": Ragged(torch.tensor([1, 2]), torch.tensor([0, 1, 2]), weights),
+        "b": Ragged.from_lists([[], [], [], [3]]),
+        "c": Ragged.from_lists([[1]]),
+    }
+    for join in (join_features, as_on_a_gpu):
+        joined = join(collection.engine.storage, batch)
+        assert [block.weights is not None for block in joined.blocks.values()] == [True, False, False]
+    found = collection(batch)
+    (found["a"].sum() + found["b"].values.sum() + found["c"].sum()).backward()
+    torch.testing.assert_close(weights.grad, collection.full_weight("a")[1:3].sum(1))
+
+
+def test_an_id_of_a_table_without_rows_is_out_of_range():
+    tables = [Table("a", 0, 4), Table("b", 9, 4)]
+    storage = EmbeddingCollection(tables, plan="row").engine.storage
+    batch = {"a": Ragged.from_lists([[0]]), "b": Ragged.from_lists([[1]])}
+    assert all(join(storage, batch) is None for join in (join_features, by_torch, as_on_a_gpu))
+
+
+def test_offsets_whose_differences_wrap_are_bad():
+    storage, batch = make_storage(), make_batch(EVEN, torch.int32)
+    count = batch["title"].values.numel()
+    offsets = torch.tensor([0, 2**31 - 1, -(2**31), -1, 1, count], dtype=torch.int32)
+    batch["title"] = Ragged(batch["title"].values, offsets)
+    for join in (join_features, by_torch, as_on_a_gpu):
+        assert join(storage, batch) is None
+    with pytest.raises(ValueError, match="feature 'title': offsets must rise"):
+        EmbeddingCollection(TABLES, plan=PLAN)(batch)
+
+
+def test_no_tables():
+    collection = EmbeddingCollection([])
+    assert collection({}) == {}
+    assert as_on_a_gpu_or_empty(collection.engine.storage) == {}
+
+
+def as_on_a_gpu_or_empty(storage: ShardStorage) -> dict:
+    with mock.patch.object(features, "is_on_host", return_value=False):
+        joined = join_features(storage, {})
+    return joined.blocks
+
+
+def test_orders_are_few_and_not_copied():
+    collection = EmbeddingCollection([Table(name, 9, 4) for name in "abcd"], plan="row")
+    storage = collection.engine.storage
+    for names in itertools.permutations("abcd"):
+        collection({name: torch.tensor([1]) for name in names})
+        collection(KeyedRagged(names, torch.arange(4), torch.ones(4, dtype=torch.int64)))
+    assert len(storage.feature_orders) <= features._ORDERS
+    assert not copy.deepcopy(collection).engine.storage.feature_orders
+
+
+def test_the_default_device_does_not_matter():
+    """A constant was made on the default device, and a compiled kernel got its pointer."""
+    collection = EmbeddingCollection(TABLES, plan=PLAN)
+    batch = make_batch(UNEVEN)
+    expected = collection(batch)
+    with torch.device("meta"):
+        found = collection(batch)
+        joined = as_on_a_gpu(collection.engine.storage, batch)
+    assert joined is not None
+    for name, x in expected.items():
+        assert torch.equal(
+            found[name].values if isinstance(x, Ragged) else found[name], x.values if isinstance(x, Ragged) else x
+        )
 
 
 def count_step(plan: str, tables: int, *, keyed: bool) -> tuple[int, int, int]:

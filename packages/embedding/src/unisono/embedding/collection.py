@@ -15,7 +15,7 @@ from unisono.embedding.lookup.storage import GradReduce, LookupOptions
 from unisono.embedding.optimizers import Rule, rules_error
 from unisono.embedding.parameters import ShardedTable
 from unisono.embedding.planner import Plan, plan_tables
-from unisono.embedding.ragged import KeyedRagged, Ragged, as_ragged
+from unisono.embedding.ragged import KeyedRagged, Ragged, as_dict, as_keyed, keyed_ragged_error
 from unisono.embedding.sharding.layouts import Layout, as_layout
 from unisono.embedding.table import Table
 
@@ -168,7 +168,7 @@ class EmbeddingCollection(EngineModule):
         same order. Give the same tensors to that call. If any rank calls with other tensors, or has changed them in place since
         then, all ranks drop what they started and look up anew. An error in the batch is raised by that call. The first
         prefetch makes a process group and a thread. An accelerator sorts and counts the ids on a stream of their own, so that
-        call waits for nothing; but it sends the row numbers, since messages need one order on all ranks.
+        call need not wait for the accelerator; but it sends the row numbers, since messages need one order on all ranks.
         """
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self.engine)
@@ -208,13 +208,15 @@ class EmbeddingCollection(EngineModule):
         """The input of each output, and what is wrong with it: all ranks have to raise together."""
         try:
             if not isinstance(features, Mapping):
-                keyed = features if isinstance(features, KeyedRagged) else KeyedRagged.from_keyed_jagged(features)
-                if all(len(self._outputs.get(name, ())) == 1 for name in keyed.names):
-                    return keyed, feature_name_error(keyed.names, self._outputs)
-                features = keyed.to_dict()
-            if error := feature_name_error(features, self._outputs):
+                keyed = as_keyed(features)
+                if error := keyed_ragged_error(keyed) or feature_name_error(keyed.names, self._outputs):
+                    return {}, error
+                if all(len(self._outputs[name]) == 1 for name in keyed.names):
+                    return keyed, ""
+                features = keyed
+            elif error := feature_name_error(features, self._outputs):
                 return {}, error
-            given = {name: as_ragged(x) for name, x in features.items()}
+            given = as_dict(features)
             return {output: bags for name, bags in given.items() for output in self._outputs[name]}, ""
         except TypeError as error:
             return {}, str(error)
@@ -222,7 +224,7 @@ class EmbeddingCollection(EngineModule):
             return {}, f"{type(error).__name__}: {error}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prefetcher": None}  # a copy prefetches for itself
+        return {**super().__getstate__(), "_prefetcher": None}  # a copy prefetches for itself
 
 
 def outputs_of(tables: Sequence[Table]) -> dict[str, tuple[str, ...]]:
@@ -245,11 +247,6 @@ def stack_error(tables: Sequence[Table], inputs: Batch) -> str:
         return f"stack=True: the tables have different widths: {sorted(dims)}"
     bags = {} if isinstance(inputs, KeyedRagged) else {name: x.offsets.numel() - 1 for name, x in inputs.items()}
     return f"stack=True: the features have different numbers of bags: {bags}" if len(set(bags.values())) > 1 else ""
-
-
-def as_dict(features: Features) -> dict[str, Ragged]:
-    """The features one by one."""
-    return features.to_dict() if isinstance(features, KeyedRagged) else {name: as_ragged(x) for name, x in features.items()}
 
 
 def _name_outputs(table: Table, outputs: Mapping[str, tuple[str, ...]]) -> Table:

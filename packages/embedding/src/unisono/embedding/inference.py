@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.embedding.collection import EmbeddingCollection, Features, as_dict, outputs_of, stack_error
+from unisono.embedding.collection import EmbeddingCollection, Features, outputs_of, stack_error
 from unisono.embedding.id_map import IdMap, IdMapCollection
 from unisono.embedding.lookup.feature_errors import feature_name_error, number_error
 from unisono.embedding.lookup.input_dist import IdOutOfRange, UnknownFeature
-from unisono.embedding.ragged import KeyedRagged, Ragged, ragged_error
+from unisono.embedding.ragged import Ragged, as_dict, ragged_error
 from unisono.embedding.table import Mode, Table
 
 Bits = Literal[4, 8]
@@ -95,11 +95,9 @@ class InferenceCollection(nn.Module):
 
     def forward(self, features: Features, *, stack: bool = False) -> dict[str, Tensor | Ragged] | Tensor:
         checks = not torch.compiler.is_compiling()
-        if isinstance(features, KeyedRagged):
-            features = features.to_dict()
-        if checks and (error := feature_name_error(features, self._outputs)):
-            raise UnknownFeature(f"{type(self).__name__}: {error}")
         inputs = as_dict(features)
+        if checks and (error := feature_name_error(inputs, self._outputs)):
+            raise UnknownFeature(f"{type(self).__name__}: {error}")
         if stack and (error := stack_error(self._tables, inputs if checks else {})):  # an export leaves the numbers open
             raise ValueError(f"{type(self).__name__}: {error}")
         found: dict[str, Tensor | Ragged] = {}

@@ -73,11 +73,11 @@ class Ragged(NamedTuple):
 
 
 class KeyedRagged(NamedTuple):
-    """The bags of several features in one tensor, which all have equally many bags: the form of TorchRec's KeyedJaggedTensor.
+    """The bags of several features in one tensor: the form of TorchRec's KeyedJaggedTensor. All have equally many bags.
 
     `values` has the ids feature after feature, bag after bag; `lengths` those of the bags in the same order, so feature k has
-    the lengths from k * bags on; `weights` one number for each id. A collection looks them up without a loop over features,
-    and copies nothing that is in its order already.
+    the lengths from k * bags on; `weights` one number for each id. On a GPU a collection looks them up without a loop over
+    features, and copies no ids that are in its order already.
 
     Example:
         >>> batch = KeyedRagged(("user", "word"), torch.tensor([3, 5, 7, 8, 9]), torch.tensor([1, 1, 0, 3]))
@@ -131,23 +131,40 @@ class KeyedRagged(NamedTuple):
         return found
 
 
+def as_keyed(features: object) -> KeyedRagged:
+    """Read a KeyedRagged, or TorchRec's KeyedJaggedTensor. Raises TypeError or ValueError for anything else."""
+    if isinstance(features, KeyedRagged):
+        return features._replace(names=tuple(features.names))
+    return KeyedRagged.from_keyed_jagged(features)
+
+
+def as_dict(features: Any) -> dict[str, Ragged]:
+    """Read features in any of the forms that a collection takes, one by one. Raises TypeError or ValueError for others."""
+    if isinstance(features, Mapping):
+        return {name: as_ragged(x) for name, x in features.items()}
+    keyed = as_keyed(features)
+    if not torch.compiler.is_compiling() and (error := keyed_ragged_error(keyed) or lengths_error(keyed)):
+        raise ValueError(error)
+    return keyed.to_dict()
+
+
+def lengths_error(batch: KeyedRagged) -> str:
+    """Say what is wrong with the lengths of the bags; "" if nothing is. On a GPU the host waits for them."""
+    count, shortest = int(batch.lengths.sum()), int(batch.lengths.min()) if batch.lengths.numel() else 0
+    if count == batch.values.numel() and shortest >= 0:
+        return ""
+    found = f"they add up to {count}, and the least is {shortest}"
+    return f"KeyedRagged: lengths must add up to the number of values, {batch.values.numel()}; {found}"
+
+
 def keyed_ragged_error(batch: KeyedRagged) -> str:
     """Say what is wrong with the forms of the tensors; "" if nothing is. Reads no numbers."""
     names, values, lengths, weights = batch
-    for name, x in (("values", values), ("lengths", lengths)):
-        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.ndim != 1:
-            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            return f"KeyedRagged: {name}: expected one dimension of int32 or int64 numbers, got {got}"
+    if error := _tensors_error("KeyedRagged", {"values": values, "lengths": lengths}, weights):
+        return error
     if lengths.numel() % max(len(names), 1):
         return f"KeyedRagged: lengths: {lengths.numel()} are not the same number for each of {len(names)} features"
-    if len(set(names)) < len(names):
-        return f"KeyedRagged: names: {list(names)} has a name twice"
-    if weights is not None and (not isinstance(weights, Tensor) or weights.shape != values.shape):
-        shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        return f"KeyedRagged: weights: expected {values.numel()}, one for each id, got {shape}"
-    if weights is not None and not weights.is_floating_point():
-        return f"KeyedRagged: weights: expected floating point numbers, got {weights.dtype}"
-    return ""
+    return f"KeyedRagged: names: {list(names)} has a name twice" if len(set(names)) < len(names) else ""
 
 
 def as_ragged(bags: Ragged | Tensor) -> Ragged:
@@ -165,17 +182,23 @@ def as_ragged(bags: Ragged | Tensor) -> Ragged:
 def ragged_error(feature: str, ragged: Ragged) -> str:
     """Say what is wrong with one feature's bags; "" if nothing is. Reads no numbers: on a GPU the host would wait for them."""
     values, offsets, weights = ragged
-    for name, x in (("values", values), ("offsets", offsets)):
+    if error := _tensors_error(feature, {"values": values, "offsets": offsets}, weights):
+        return error
+    return f"{feature}: offsets must have one number more than there are bags, got none" if offsets.numel() == 0 else ""
+
+
+def _tensors_error(where: str, numbers: Mapping[str, Tensor], weights: Tensor | None) -> str:
+    """`numbers`: tensors of integers, of which the first has the ids."""
+    for name, x in numbers.items():
         if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            return f"{feature}: {name}: expected int32 or int64 numbers, got {got}"
+            return f"{where}: {name}: expected int32 or int64 numbers, got {got}"
         if x.ndim != 1:
-            return f"{feature}: {name}: expected one dimension, got shape {tuple(x.shape)}"
-    if offsets.numel() == 0:
-        return f"{feature}: offsets must have one number more than there are bags, got none"
+            return f"{where}: {name}: expected one dimension, got shape {tuple(x.shape)}"
+    values = next(iter(numbers.values()))
     if weights is not None and (not isinstance(weights, Tensor) or weights.shape != values.shape):
         shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        return f"{feature}: weights: expected {values.numel()}, one for each id, got {shape}"
+        return f"{where}: weights: expected {values.numel()}, one for each id, got {shape}"
     if weights is not None and not weights.is_floating_point():
-        return f"{feature}: weights: expected floating point numbers, got {weights.dtype}"
+        return f"{where}: weights: expected floating point numbers, got {weights.dtype}"
     return ""

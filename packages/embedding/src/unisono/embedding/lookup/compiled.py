@@ -85,11 +85,11 @@ def join(
 ) -> tuple[Tensor, Tensor, list[int]] | None:
     """Make rows of the ids of all features: the rows, the lengths of bags, and how many ids each feature has.
 
-    Ids that are `dropped` are left out (-1: none). None if an id is above the last one of its feature, or offsets do not rise
+    Ids that are `dropped` are left out (-1: none). None if an id is out of range, or offsets do not rise
     from 0 to the number of ids.
     """
-    rows = torch.empty(sum(x.values.numel() for x in bags), dtype=dtype)
-    lengths = torch.empty(sum(x.offsets.numel() - 1 for x in bags), dtype=dtype)
+    rows = torch.empty(sum(x.values.numel() for x in bags), dtype=dtype, device="cpu")
+    lengths = torch.empty(sum(x.offsets.numel() - 1 for x in bags), dtype=dtype, device="cpu")
     features = (_Feature * len(bags))()
     shifts, at = [], lengths.data_ptr()
     for k, (ids, offsets, _) in enumerate(bags):
@@ -121,7 +121,7 @@ def deduplicate(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None
     """The fields of kernels.Deduplicated; None if a number is negative."""
     n = numbers.numel()
     unique = torch.empty_like(numbers)
-    order, starts, counts = (torch.empty(n, dtype=torch.int64) for _ in range(3))
+    order, starts, counts = (torch.empty(n, dtype=torch.int64, device="cpu") for _ in range(3))
     function = _function("deduplicate", numbers)
     pointers = (x.data_ptr() for x in (unique, order, starts, counts))
     found = _unless_no_memory("deduplicate", function(numbers.data_ptr(), n, *pointers, torch.get_num_threads()))

@@ -18,7 +18,13 @@ from unisono.collectives.autograd import disable_compile
 from unisono.collectives.checks import MismatchError, validate_across_ranks
 from unisono.collectives.groups import GroupRanks, process_group, resolve_group
 from unisono.embedding.lookup.feature_errors import Batch
-from unisono.embedding.lookup.input_dist import AgreedRequests, IncomingRequest, agree_on_requests, send_requests
+from unisono.embedding.lookup.input_dist import (
+    AgreedRequests,
+    IncomingRequest,
+    agree_on_requests,
+    describe_training,
+    send_requests,
+)
 from unisono.embedding.lookup.kernels import is_on_host
 from unisono.embedding.lookup.lookup import lookup
 from unisono.embedding.lookup.output_dist import Pooling, output_dist, plan_pooling
@@ -163,32 +169,33 @@ class Prefetcher:
             made = dist.new_group(members, use_local_synchronization=alone, group_desc="unisono: prefetched look-ups")
             assert isinstance(made, ProcessGroup)
             self.ranks = resolve_group(made)
+        device = engine.storage.options.device
+        self.stream = None if is_on_host(device) else torch.Stream(device)  # one: memory is reused within a stream only
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="unisono-prefetch")
         weakref.finalize(self, self.pool.shutdown, wait=False)
         self.started: tuple[object, list[int], Future[DistributedInput | _OnStream]] | None = None
 
     def start(self, features: object, inputs: Batch, error: str) -> None:
         self.drop()
-        device, enabled = self.engine.storage.options.device, torch.is_grad_enabled()
-
-        def run() -> DistributedInput:
-            with torch.set_grad_enabled(enabled):
-                return self.engine.start(inputs, self.ranks, error)
-
-        def run_beside() -> _OnStream:
-            torch.accelerator.set_device_index(device)  # a new thread has neither the device nor the stream of its caller
-            torch.accelerator.set_stream(side)
-            with torch.set_grad_enabled(enabled):
-                requests = agree_on_requests(self.engine.storage, inputs, self.ranks, error)
-            return _OnStream(requests, side.record_event())
-
-        if is_on_host(device):
-            future: Future[Any] = self.pool.submit(run)
+        storage, stream = self.engine.storage, self.stream
+        training = describe_training(storage)  # now: a scheduler may change it before the thread runs
+        versions = _versions(features, inputs)
+        if stream is None:
+            inputs = _copy(inputs)  # the thread may read them while the caller changes them
         else:
-            side = torch.Stream(device)
-            side.wait_stream(torch.accelerator.current_stream(device))  # for the batch
-            future = self.pool.submit(run_beside)
-        self.started = features, _versions(features, inputs), future
+            stream.wait_stream(torch.accelerator.current_stream(storage.options.device))  # for the batch
+
+        def run() -> DistributedInput | _OnStream:
+            if stream is None:
+                return self.engine.send(agree_on_requests(storage, inputs, self.ranks, error, training), self.ranks)
+            torch.accelerator.set_device_index(
+                storage.options.device
+            )  # a new thread has neither device nor stream of its caller
+            torch.accelerator.set_stream(stream)
+            requests = agree_on_requests(storage, inputs, self.ranks, error, training)
+            return _OnStream(requests, stream.record_event())
+
+        self.started = features, versions, self.pool.submit(run)
 
     def take(self, features: object, inputs: Batch, error: str = "") -> DistributedInput | None:
         """Return what was started for these features, if all ranks have it; otherwise drop it on all of them.
@@ -233,6 +240,17 @@ class Prefetcher:
         self.started = None  # first: an interrupt during the wait must not leave an old batch behind
         if started is not None:
             started[-1].exception()
+
+
+@torch.enable_grad()  # of weights, whose gradient may be wanted though the batch is prefetched without
+def _copy(inputs: Batch) -> Batch:
+    if isinstance(inputs, KeyedRagged):
+        return inputs._replace(**_clones(inputs))
+    return {name: bags._replace(**_clones(bags)) for name, bags in inputs.items()}
+
+
+def _clones(x: Ragged | KeyedRagged) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in x._asdict().items() if isinstance(tensor, Tensor)}
 
 
 def _versions(features: object, inputs: Batch) -> list[int]:

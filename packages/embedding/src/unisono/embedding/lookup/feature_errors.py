@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unisono.embedding.lookup.storage import ShardStorage
-from unisono.embedding.ragged import KeyedRagged, Ragged, keyed_ragged_error, ragged_error
+from unisono.embedding.ragged import KeyedRagged, Ragged, keyed_ragged_error, lengths_error, ragged_error
 from unisono.embedding.table import Table
 
 Batch = Mapping[str, Ragged] | KeyedRagged
@@ -36,21 +36,12 @@ def form_error(storage: ShardStorage, batch: Batch) -> str:
                 return error
         tensors = {name: tuple(bags) for name, bags in batch.items()}
     for name, given in tensors.items():
-        if away := [x for x in given if x is not None and x.device.type != device.type]:
+        if away := [x for x in given if x is not None and x.device != device]:
             return f"feature {name!r} is on {away[0].device}, its table on {device}"
         mode = storage.tables[features[name]].mode
         if given[-1] is not None and mode != "sum":
             return f"feature {name!r}: weights go with mode='sum' only, not with {mode!r}"
     return ""
-
-
-def lengths_error(batch: KeyedRagged) -> str:
-    """Say what is wrong with the lengths of the bags; "" if nothing is."""
-    count, shortest = int(batch.lengths.sum()), int(batch.lengths.min()) if batch.lengths.numel() else 0
-    if count == batch.values.numel() and shortest >= 0:
-        return ""
-    found = f"they add up to {count}, and the least is {shortest}"
-    return f"KeyedRagged: lengths must add up to the number of values, {batch.values.numel()}; {found}"
 
 
 def number_error(tables: Sequence[Table], batch: Mapping[str, Ragged] | KeyedRagged) -> str:
@@ -67,13 +58,13 @@ def number_error(tables: Sequence[Table], batch: Mapping[str, Ragged] | KeyedRag
     bags = list(batch.values())
     limits = [x for ids, _, _ in bags for x in (ids.aminmax() if ids.numel() else (ids.new_tensor(0), ids.new_tensor(-1)))]
     edges = [x for _, offsets, _ in bags for x in (offsets[0], offsets[-1])]
-    any_falls = torch.cat([x.lengths() for x in bags]).lt(0).any()
+    any_falls = torch.cat([offsets[1:] < offsets[:-1] for _, offsets, _ in bags]).any()
     numbers: list[int] = torch.stack([x.to(torch.int64) for x in (*limits, *edges, any_falls)]).tolist()
     pairs = list(zip(numbers[0:-1:2], numbers[1::2], strict=True))
     for k, ((feature, (ids, offsets, _)), table) in enumerate(zip(batch.items(), tables, strict=True)):
         low, high = pairs[k]
         first, last = pairs[len(bags) + k]
-        falls = bool(numbers[-1]) and bool((offsets.diff() < 0).any())
+        falls = bool(numbers[-1]) and bool((offsets[1:] < offsets[:-1]).any())
         if first != 0 or last != ids.numel() or falls:
             return (
                 f"feature {feature!r}: offsets must rise from 0 to the number of ids, {ids.numel()}; "

@@ -1,8 +1,10 @@
 """The features of a batch, joined: one tensor of rows and one of lengths, so that no later step has a loop over features.
 
 Features of one table group that are requested alike form a Block. The blocks stand one after the other in the joined tensors.
-On a GPU the ids become rows by a fixed number of operations, whatever the number of features, and the host does not wait: it
-reads the numbers that tell whether the ids are valid (`checks`) together with others that it needs. On a CPU it knows at once.
+On a GPU the ids become rows by a fixed number of operations, whatever the number of features (weights and max_norm beside
+padding take some for each). The host reads the numbers that tell whether the ids are valid (`checks`) together with others
+that it needs. It waits once more for the number of ids of each feature where it needs it: to drop padding, and for a
+KeyedRagged in several blocks, or in one whose owners sum the bags. On a CPU it knows at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,10 +16,12 @@ import torch
 from torch import Tensor
 
 from unisono.embedding.lookup import compiled
-from unisono.embedding.lookup.feature_errors import Batch, lengths_error, number_error
+from unisono.embedding.lookup.feature_errors import Batch, number_error
 from unisono.embedding.lookup.kernels import is_on_host, number_bags, to_device
 from unisono.embedding.lookup.storage import ShardStorage
-from unisono.embedding.ragged import KeyedRagged, Ragged
+from unisono.embedding.ragged import KeyedRagged, Ragged, lengths_error
+
+_ORDERS = 16  # that are kept
 
 
 class Feature(NamedTuple):
@@ -64,7 +68,7 @@ class Block:
 
     def each_bag(self, flags: Sequence[bool]) -> Tensor:
         """For each bag the flag of its feature."""
-        return _repeat(to_device(torch.tensor(flags), self.lengths.device), self.bag_counts)
+        return _repeat(to_device(flags, self.lengths.device), self.bag_counts)
 
     def output_sizes(self, *, pooled: bool) -> list[int]:
         """How many rows each feature has in the end."""
@@ -125,6 +129,7 @@ class FeatureOrder:
         padding = [-1 if table.mode is None or table.padding_idx is None else table.padding_idx for table in tables]
         self.dropped = [p if table.max_norm is None else -1 for p, table in zip(padding, tables, strict=True)]
         self.not_pooled = [-1 if table.max_norm is None else p for p, table in zip(padding, tables, strict=True)]
+        self.has_padding = any(x >= 0 for x in (*self.dropped, *self.not_pooled))
         self._on_device: tuple[torch.device, DeviceNumbers] | None = None
 
     def spans(self) -> Iterator[tuple[Place, slice]]:
@@ -138,17 +143,18 @@ class FeatureOrder:
         if self._on_device is None or self._on_device[0] != device:
             firsts = [0, *accumulate(len(x.shifts) for x in self.numberings)][:-1]
             chunk_sizes = [x.chunk_size for x in self.numberings]
-            columns = self.last_ids, chunk_sizes, firsts, self.dropped, self.not_pooled
+            columns = [self.last_ids, chunk_sizes, firsts]
+            if self.has_padding:
+                columns += [self.dropped, self.not_pooled]
             shifts = [shift for x in self.numberings for shift in x.shifts]
-            made = DeviceNumbers(*(to_device(torch.tensor(x), device) for x in ([*zip(*columns, strict=True)], shifts, 0)))
-            self._on_device = device, made
+            made = (to_device(numbers, device) for numbers in ([*zip(*columns, strict=True)], shifts, 0))
+            self._on_device = device, DeviceNumbers(*made)
         return self._on_device[1]
 
 
 class DeviceNumbers(NamedTuple):
-    of_features: (
-        Tensor  # for each: its last id, the rows of a chunk, the place of its first shift, the padding: dropped, not pooled
-    )
+    # For each feature: its last id, the rows of a chunk, the place of its first shift; if any has padding: dropped, not pooled.
+    of_features: Tensor
     shifts: Tensor  # of the chunks of all features: row = id + shift
     zero: Tensor
 
@@ -158,12 +164,17 @@ def join_features(storage: ShardStorage, batch: Batch) -> JoinedFeatures | None:
     """Join features whose forms are valid. None: their numbers are not valid."""
     if isinstance(batch, KeyedRagged):
         names, weights = batch.names, [batch.weights] * len(batch.names)
-    else:
-        names, weights = tuple(batch), [bags.weights for bags in batch.values()]
+    else:  # the order of a dict does not matter
+        names = tuple(storage.table_of_feature)
+        weights = [batch[name].weights for name in names]
     owner_pools = tuple(storage.owner_pools(storage.table_of_feature[name], x) for name, x in zip(names, weights, strict=True))
     order = storage.feature_orders.get((names, owner_pools))
     if order is None:
+        if len(storage.feature_orders) >= _ORDERS:
+            storage.feature_orders.clear()
         order = storage.feature_orders[names, owner_pools] = FeatureOrder(storage, names, owner_pools)
+    if not names:
+        return JoinedFeatures({}, order.dtype)
     dtype = torch.float64 if storage.options.dtype == torch.float64 else torch.float32  # of weights
     on_host = is_on_host(storage.options.device)
     if isinstance(batch, KeyedRagged):
@@ -176,8 +187,8 @@ def join_features(storage: ShardStorage, batch: Batch) -> JoinedFeatures | None:
     return _join_on_host(order, bags, dtype) if on_host else _join_on_device(order, _flatten(bags, dtype), dtype)
 
 
-def _cut(order: FeatureOrder, whole: Block) -> dict[Place, Block] | None:
-    """Cut the joined features into blocks; None if their numbers cannot be valid."""
+def _cut(order: FeatureOrder, whole: Block, has_weights: Sequence[bool]) -> dict[Place, Block] | None:
+    """Cut the joined features into blocks; None if their numbers cannot be valid. `has_weights`: of each feature."""
     if len(order.features) == 1:
         ((place, whole.features),) = order.features.items()
         return {place: whole}
@@ -194,7 +205,7 @@ def _cut(order: FeatureOrder, whole: Block) -> dict[Place, Block] | None:
             whole.lengths[first_bag : bag_edges[own.stop]],
             whole.bag_counts[own],
             id_counts[own],
-            None if whole.weights is None else whole.weights[ids],
+            whole.weights[ids] if whole.weights is not None and any(has_weights[own]) else None,
             None if whole.keep is None else whole.keep[ids],
             None if whole.given_bags is None or place.by_bags else whole.given_bags[ids] - first_bag,
         )
@@ -202,9 +213,13 @@ def _cut(order: FeatureOrder, whole: Block) -> dict[Place, Block] | None:
 
 
 def _finish(
-    order: FeatureOrder, whole: Block, checks: Sequence[Tensor] = (), expected_edges: tuple[int, ...] = ()
+    order: FeatureOrder,
+    whole: Block,
+    has_weights: Sequence[bool],
+    checks: Sequence[Tensor] = (),
+    expected_edges: tuple[int, ...] = (),
 ) -> JoinedFeatures | None:
-    blocks = _cut(order, whole)
+    blocks = _cut(order, whole, has_weights)
     if blocks is None:
         return None
     for place, own in order.spans():
@@ -248,7 +263,7 @@ def _join_on_host(order: FeatureOrder, bags: list[Ragged], weight_dtype: torch.d
                 for x, padding, count in zip(bags, order.not_pooled, id_counts, strict=True)
             ]
         )
-    return _finish(order, whole)
+    return _finish(order, whole, [x.weights is not None for x in bags])
 
 
 def _join_by_torch(order: FeatureOrder, bags: list[Ragged]) -> tuple[Tensor, Tensor, list[int]]:
@@ -285,6 +300,7 @@ class _Flat(NamedTuple):
     ids: Tensor
     lengths: Tensor
     weights: Tensor | None
+    has_weights: Sequence[bool]  # of each feature
     bag_counts: list[int]
     id_counts: list[int] | None  # None: the host does not know them
     edges: Sequence[Tensor]  # what the host has to compare with expected_edges
@@ -294,7 +310,7 @@ class _Flat(NamedTuple):
 def _flatten(bags: list[Ragged], weight_dtype: torch.dtype) -> _Flat:
     id_counts = [x.values.numel() for x in bags]
     offset_counts = [x.offsets.numel() for x in bags]
-    offsets = torch.cat([x.offsets for x in bags])
+    offsets = torch.cat([x.offsets for x in bags]).to(torch.int64)  # differences of 32 bits could wrap
     if len(set(offset_counts)) == 1:
         each = offsets.view(len(bags), -1)
         lengths, firsts, lasts = each.diff().view(-1), each[:, 0], each[:, -1]
@@ -305,9 +321,10 @@ def _flatten(bags: list[Ragged], weight_dtype: torch.dtype) -> _Flat:
         firsts = torch.cat([offsets[start : start + 1] for start, _ in parts])
         lasts = torch.cat([offsets[end - 1 : end] for _, end in parts])
     weights = _join_weights(bags, [-1] * len(bags), id_counts, weight_dtype)
+    has_weights = [x.weights is not None for x in bags]
     expected = *[0] * len(bags), *id_counts
-    bag_counts = [count - 1 for count in offset_counts]
-    return _Flat(torch.cat([x.values for x in bags]), lengths, weights, bag_counts, id_counts, (firsts, lasts), expected)
+    bag_counts, ids = [count - 1 for count in offset_counts], torch.cat([x.values for x in bags])
+    return _Flat(ids, lengths, weights, has_weights, bag_counts, id_counts, (firsts, lasts), expected)
 
 
 def _reorder(batch: KeyedRagged, order: FeatureOrder) -> _Flat:
@@ -322,7 +339,8 @@ def _reorder(batch: KeyedRagged, order: FeatureOrder) -> _Flat:
             lengths = torch.cat([each[k] for k in order.permutation])
             ids, weights = (_permute(x, counts, order.permutation) for x in (ids, weights))
     bag_counts = [batch.bag_count] * len(names)
-    return _Flat(ids, lengths, weights, bag_counts, id_counts, (lengths.sum(0, keepdim=True),), (ids.numel(),))
+    has_weights = [weights is not None] * len(names)
+    return _Flat(ids, lengths, weights, has_weights, bag_counts, id_counts, (lengths.sum(0, keepdim=True),), (ids.numel(),))
 
 
 def _permute(x: Tensor | None, sizes: list[int], permutation: Sequence[int]) -> Any:
@@ -344,10 +362,12 @@ def _join_on_device(order: FeatureOrder, flat: _Flat, weight_dtype: torch.dtype)
         every = torch.arange(len(flat.bag_counts), device=ids.device)
         features = _repeat(every, flat.bag_counts).index_select(0, bags)
     of_ids = numbers.of_features.index_select(0, features)
-    last_id, chunk_size, first_shift, dropped, not_pooled = of_ids.unbind(1)
+    last_id, chunk_size, first_shift, *padding = of_ids.unbind(1)
     valid_ids = torch.clamp(ids, numbers.zero, last_id)
     if any(len(x.shifts) > 1 for x in order.numberings):
         first_shift = torch.div(valid_ids, chunk_size, rounding_mode="floor").add_(first_shift)
+    if min(order.last_ids) < 0:  # a table without rows has no valid id
+        first_shift = first_shift.clamp(min=0)
     shifts = numbers.shifts.index_select(0, first_shift)
     rows = torch.add(shifts, valid_ids, out=torch.empty(count, dtype=order.dtype, device=ids.device))
     shortest = flat.lengths.min() if bag_count else numbers.zero
@@ -356,10 +376,10 @@ def _join_on_device(order: FeatureOrder, flat: _Flat, weight_dtype: torch.dtype)
     weights = None if flat.weights is None else flat.weights.to(weight_dtype)
     whole = Block((), rows, lengths, flat.bag_counts, flat.id_counts, weights, None, bags)
     if any(x >= 0 for x in order.not_pooled):
-        whole.keep = ids != not_pooled
+        whole.keep = ids != padding[1]
     if any(x >= 0 for x in order.dropped):
-        _drop(whole, ids != dropped)
-    return _finish(order, whole, checks, flat.expected_edges)
+        _drop(whole, ids != padding[0])
+    return _finish(order, whole, flat.has_weights, checks, flat.expected_edges)
 
 
 def _drop(whole: Block, kept: Tensor) -> None:
@@ -384,7 +404,7 @@ def _count_ids(lengths: Tensor, bag_counts: Sequence[int]) -> Tensor:
     """How many ids each feature has."""
     if len(set(bag_counts)) == 1:
         return lengths.view(len(bag_counts), -1).sum(1)
-    edges = to_device(torch.tensor([0, *accumulate(bag_counts)]), lengths.device)
+    edges = to_device([0, *accumulate(bag_counts)], lengths.device)
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).index_select(0, edges).diff()
 
 
@@ -392,5 +412,5 @@ def _repeat(of_features: Tensor, bag_counts: Sequence[int]) -> Tensor:
     """For each bag the number of its feature."""
     if len(set(bag_counts)) == 1:
         return of_features[:, None].expand(-1, bag_counts[0]).reshape(-1)
-    counts = to_device(torch.tensor(bag_counts), of_features.device)
+    counts = to_device(bag_counts, of_features.device)
     return of_features.repeat_interleave(counts, output_size=sum(bag_counts))

@@ -121,12 +121,15 @@ class AgreedRequests(NamedTuple):
                     x.record_stream(stream)
 
 
-def agree_on_requests(storage: ShardStorage, batch: Batch, ranks: GroupRanks, error: str = "") -> AgreedRequests:
+def agree_on_requests(
+    storage: ShardStorage, batch: Batch, ranks: GroupRanks, error: str = "", training: str | None = None
+) -> AgreedRequests:
     """Find out which rows to request, and agree with the other ranks, without a message between accelerators.
 
     Args:
         ranks: Those of the storage, perhaps over another process group.
         error: What was wrong with the batch of this rank before it came here. All ranks raise it.
+        training: What describe_training said when the look-up was started; None: it starts now.
 
     Raises IdOutOfRange or MismatchError on all ranks if the batch of any rank is bad.
     """
@@ -136,21 +139,25 @@ def agree_on_requests(storage: ShardStorage, batch: Batch, ranks: GroupRanks, er
     if outgoing is None:
         names = batch.names if isinstance(batch, KeyedRagged) else batch
         error = number_error([storage.tables[storage.table_of_feature[name]] for name in names], batch)
-        assert error, f"{options.function}: valid ids were taken for bad ones"
-        outgoing = []
+        error, outgoing = error or "ids or offsets that changed while they were read", []
     calls = sorted(_describe(batch))
-    differentiates = torch.is_grad_enabled() and storage.requires_grad()
-    same = f"features {', '.join(calls)}; gradients: {differentiates}{storage.describe_training() if differentiates else ''}"
+    same = f"features {', '.join(calls)}; {describe_training(storage) if training is None else training}"
     return AgreedRequests(
         outgoing, _exchange_counts(options.function, outgoing, ranks, same=same, error=error, device=options.device)
     )
+
+
+def describe_training(storage: ShardStorage) -> str:
+    """What the backward of a look-up that starts now will do: it must be the same on all ranks."""
+    differentiates = torch.is_grad_enabled() and storage.requires_grad()
+    return f"gradients: {differentiates}{storage.describe_training() if differentiates else ''}"
 
 
 # What to request
 
 
 def _make_requests(storage: ShardStorage, batch: Batch) -> list[OutgoingRequest] | None:
-    """The request to each table group; None if numbers of the batch are not valid. The host of a GPU waits once."""
+    """The request to each table group; None if numbers of the batch are not valid."""
     joined = join_features(storage, batch)
     if joined is None:
         return None

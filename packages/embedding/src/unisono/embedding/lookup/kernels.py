@@ -7,6 +7,7 @@ the same results.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,11 +60,10 @@ def is_on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a small CPU tensor without a wait: an accelerator reads pinned memory, which torch keeps until it was read."""
-    if device.type in ("cpu", "meta"):
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
+def to_device(numbers: Sequence[Any] | int, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of some numbers, without a wait: an accelerator reads pinned memory, which torch keeps until it was read."""
+    made = torch.tensor(numbers, dtype=dtype, device="cpu")
+    return made.to(device) if device.type in ("cpu", "meta") else made.pin_memory().to(device, non_blocking=True)
 
 
 class Deduplicating:
@@ -86,8 +86,8 @@ class Deduplicating:
     def cuts(self, edges: Sequence[int]) -> Tensor:
         """How many different numbers are below each of the edges."""
         if self.done is not None:
-            return torch.searchsorted(self.done.unique, torch.tensor(edges, dtype=self.done.unique.dtype))
-        own = to_device(torch.tensor(edges, dtype=self.ordered.dtype), self.ordered.device)
+            return torch.searchsorted(self.done.unique, to_device(edges, self.done.unique.device, self.done.unique.dtype))
+        own = to_device(edges, self.ordered.device, self.ordered.dtype)
         return self.before.index_select(0, torch.searchsorted(self.ordered, own))
 
     def finish(self, count: int) -> Deduplicated:

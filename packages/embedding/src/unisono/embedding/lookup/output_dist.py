@@ -49,18 +49,14 @@ class Pooling:
     def offsets(self) -> Tensor:
         return self.lengths.cumsum(0) - self.lengths
 
-    @property
-    def drops_ids(self) -> bool:
-        return self.request.by_rows is not None and self.request.by_rows.keep is not None
-
 
 def plan_pooling(request: OutgoingRequest) -> Pooling:
     """Prepare what can be known before the rows are there."""
     block = request.by_rows
     index = request.dedup.order if block is None else request.dedup.inverse
     if block is not None and request.by_bags is not None:  # sums of bags stand after the rows of their group shard
-        shifts = to_device(torch.tensor(request.bag_cuts[:-1]), index.device)
-        row_counts = to_device(torch.tensor(request.cuts).diff(), index.device)
+        shifts = to_device(request.bag_cuts[:-1], index.device)
+        row_counts = to_device([end - start for start, end in pairwise(request.cuts)], index.device)
         index = index + shifts.repeat_interleave(row_counts, output_size=request.cuts[-1]).index_select(0, index)
     if block is not None and block.keep is not None:
         index = index[block.keep]
@@ -78,7 +74,7 @@ def output_dist(
 ) -> list[Tensor]:
     """Send the rows that `lookup` read to the ranks that requested them, and pool what arrives: a tensor for each feature.
 
-    The features have the order of reached.list_features. `reached`: filled by the backward. `stack`: return one tensor
+    The features have the order of their requests. `reached`: filled by the backward. `stack`: return one tensor
     (bags, features, dim) instead, with the features in this order.
     """
     received = _exchange_responses(storage, flat, incoming, poolings)

@@ -92,10 +92,10 @@ def _mark_responses(
         unique = request.dedup.unique
         rows = torch.zeros(unique.numel(), dtype=torch.uint8, device=unique.device)
         if (block := request.by_rows) is not None:
-            flags = torch.tensor([x.name in names for x in block.features]).repeat_interleave(
-                torch.tensor(block.known_id_counts())
-            )
-            rows[request.dedup.inverse[to_device(flags, unique.device)]] = 1
+            flags = to_device([x.name in names for x in block.features], unique.device)
+            counts = to_device(block.known_id_counts(), unique.device)
+            looked_up = flags.repeat_interleave(counts, output_size=block.rows.numel())
+            rows[request.dedup.inverse[looked_up]] = 1
         sums = rows[:0]
         if (block := request.by_bags) is not None:
             sums = block.each_bag([x.name in names for x in block.features]).to(torch.uint8)

@@ -5,7 +5,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -222,6 +222,9 @@ class ShardStorage:
             store = {name: map_rows(x.shape, x.dtype, directory) for name, x in shapes.items()}
         slots = sum(host_memory.slots(part.box.shape[0]) for part in group.shards[shard])
         return RowCache(store, slots, self.options.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "feature_orders": {}}  # a copy makes its own
 
     def parameters(self) -> list[Tensor]:
         """The weight of each table. Read from the dict of its module, since Module.__getattr__ takes long for many tables."""
