@@ -209,7 +209,7 @@ class ShardedTable(nn.Module):
                 own[: end - box.row] = rows[:, box.column : box.column_end] if own.ndim == 2 else rows
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, all rows are in the store: every module that has a cache copies a table before it."""
+        """A table that is copied without its collection, which would release all caches itself, has all rows in host memory."""
         if self.cache is not None:
             self.cache.release()
         return self.__dict__

@@ -143,13 +143,16 @@ class EngineModule(nn.Module):
         storage = self.engine.storage
         return {module.table.name: module.cache.stats() for module in storage.modules if module.cache is not None}
 
+    def __getstate__(self) -> dict[str, Any]:
+        self.engine.storage.release()
+        return self.__dict__
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Let the parameters and states be views of the storage again: pickle keeps no views."""
-        super().__setstate__(state)
-        storage = getattr(self.engine, "storage", None)
+        """Let the states be views of the storage again: pickle keeps no views. The next look-up does so with parameters."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        storage: Any = getattr(self.engine, "storage", None)
         if hasattr(storage, "modules"):  # not yet, if a pickle of one table begins with its optimizer
-            storage.follow_parameters()
-            storage.attach(storage.modules)
+            storage.attach_states()
 
 
 class Prefetcher:

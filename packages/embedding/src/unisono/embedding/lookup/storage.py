@@ -286,6 +286,11 @@ class ShardStorage:
             module.attach(weight, states | self._counters(number), *caches.get(number, ()))
             module.rule = self.rules[self.rule_numbers[number]] if self.rules else None
 
+    def attach_states(self) -> None:
+        """Let the modules' optimizer states be views of the shards again. Unlike `attach`, this makes no process groups."""
+        for shard, part in self._table_shards():
+            self.modules[part.table].states.update((name, x) for name, x in shard.view(part).items() if name != "weight")
+
     def _counters(self, table: int) -> dict[str, Tensor]:
         """The part of a table's state that has one number for the whole table."""
         counters = {"step": self.steps[table]} if self.counts_steps(table) else {}
@@ -328,6 +333,12 @@ class ShardStorage:
             new = RowCache(old.store, old.slots, self.options.device)
         new.follow(old)
         shard.weight, shard.state, shard.cache = new.weight, new.state, new
+
+    def release(self) -> None:
+        """Write the rows of all caches back into host memory."""
+        for shard in self.shards:
+            if shard is not None and shard.cache is not None:
+                shard.cache.release()
 
     def raise_for_gradients_in_host_memory(self) -> None:
         """Only steps in the backward leave no gradients of whole tables, for which the device has no room."""
