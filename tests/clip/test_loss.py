@@ -1,5 +1,7 @@
 """The law for the training module: three steps on any split give the result of one process with the whole batch."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ LOSSES = {
     "language": LossConfig(language_weight=0.5),
     "cached": LossConfig(view_weight=0.5, micro_batch=2),
 }
+OPTIMIZER = OptimizerConfig(lr=0.01, layer_decay=0.8)
 PARALLEL = {
     "ddp": ParallelConfig(),
     "fsdp": ParallelConfig(kind="fsdp"),
@@ -36,11 +39,10 @@ def train(loss_name, parallel, rows, ranks, text):
     module = small_training_module(LOSSES[loss_name], **text)
     batches = [small_batch(module, rows, step=step) for step in range(3)]
     model = parallelize(module, PARALLEL[parallel], ranks)
-    config = OptimizerConfig(lr=0.01, layer_decay=0.8)
-    optimizer = make_optimizer(module, config)
+    optimizer = make_optimizer(module, OPTIMIZER)
     losses = []
     for step, batch in enumerate(batches):
-        set_learning_rate(optimizer, config, step, 3)
+        set_learning_rate(optimizer, OPTIMIZER, step, 3)
         losses.append(backward(model, module, batch))
         torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
         optimizer.step()
@@ -79,10 +81,37 @@ def alone():
     return get
 
 
+def build(loss_name):
+    module = small_training_module(LOSSES[loss_name])
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+    return parallelize(module, ParallelConfig(), ranks), make_optimizer(module, OPTIMIZER)
+
+
+def step(model, optimizer, batch):
+    set_learning_rate(optimizer, OPTIMIZER, batch["step"], 3)
+    losses = backward(model, model.module, batch)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses.pop("loss"), losses
+
+
+def batches():
+    """This rank's rows of three batches."""
+    sizes, rank = SPLITS[dist.get_world_size()], dist.get_rank()
+    rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    module = small_training_module(LossConfig())
+    return [small_batch(module, rows, step=number) for number in range(3)]
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("loss_name", LOSSES)
 def test_training_module_matches_one_process(ranks, alone, loss_name, world):
     ranks(trains_alike, loss_name, "ddp", {}, alone(loss_name, {}), world_size=world)
+
+
+def test_check_has_nothing_to_say_and_training_resumes(law):
+    law.check(partial(build, "clip"), step, batches, world_sizes=(1, 2), resume=True)
 
 
 @pytest.mark.parametrize("loss_name", ["clip", "cached"])

@@ -425,6 +425,18 @@ class OverlappingSamples(Loader):
         return DataLoader(Loader.data, batch_size=14 // dist.get_world_size(), sampler=sampler)
 
 
+class OtherOrder(Loader):
+    """accelerate unless use_seedable_sampler is set: several processes shuffle with another generator than one."""
+
+    cause = "other_order"
+    options = {"world_sizes": (1, 2)}  # noqa: RUF012
+
+    @staticmethod
+    def batch():
+        sampler = DistributedSampler(Loader.data, seed=dist.get_world_size())
+        return DataLoader(Loader.data, batch_size=2 // dist.get_world_size(), sampler=sampler)
+
+
 class GrowingBatch(Loader):
     """catalyst-team/catalyst#1023, LoicGrobol/zeldarose#1: the batch size is that of one rank."""
 
@@ -529,6 +541,54 @@ class ScaledLearningRate(Piece):
     def build():
         model = DistributedDataParallel(mlp())
         return model, torch.optim.SGD(model.parameters(), lr=0.1 * dist.get_world_size())
+
+
+# What is saved
+
+
+class LostMomentum(Piece):
+    """KempnerInstitute/KempnerForge#115: the momentum is not among what is loaded, and starts at zero again."""
+
+    cause = "lost_state"
+    where = "0.weight"
+    options = {"world_sizes": (1, 2), "splits": ("even",), "resume": True}  # noqa: RUF012
+
+    class Momentum(torch.optim.SGD):
+        velocities = (0.0,) * 4
+
+        def step(self):
+            params = self.param_groups[0]["params"]
+            self.velocities = [0.9 * velocity + p.grad for velocity, p in zip(self.velocities, params, strict=True)]
+            for p, velocity in zip(params, self.velocities, strict=True):
+                p.data.sub_(velocity, alpha=0.1)
+
+    @staticmethod
+    def build():
+        model = DistributedDataParallel(mlp())
+        return model, LostMomentum.Momentum(model.parameters(), lr=0.1)
+
+
+class StateOfOtherRanks(Piece):
+    """pytorch/ignite#2623, zhijian-liu/torchpack#18: each rank has the momentum of some parameters; rank 0's is saved."""
+
+    cause = "lost_state"
+    options = {"world_sizes": (1, 2), "splits": ("even",), "resume": True}  # noqa: RUF012
+
+    class Divided(torch.optim.SGD):
+        def step(self):
+            for number, p in enumerate(self.param_groups[0]["params"]):
+                owner = number % dist.get_world_size()
+                state = self.state[p]
+                state.setdefault("velocity", torch.zeros_like(p))
+                if owner == dist.get_rank():
+                    state["velocity"].mul_(0.9).add_(p.grad)
+                    p.data.sub_(state["velocity"], alpha=0.1)
+                dist.broadcast(p.data, owner)
+
+    @staticmethod
+    def build():
+        model = DistributedDataParallel(mlp())
+        return model, StateOfOtherRanks.Divided(model.parameters(), lr=0.1)
 
 
 # What is reported

@@ -38,7 +38,7 @@ class GlobalMean(Clean):
 class OwnSync(Clean):
     """No DDP, Adam, clipping after the sync, a metric with its own denominator, and a loss that is returned as a number."""
 
-    options = EVERY_SPLIT
+    options = {"world_sizes": (1, 2, 3, 4), "resume": True}  # noqa: RUF012
 
     @staticmethod
     def build():
@@ -80,7 +80,7 @@ class Accumulation(Clean):
 
 
 class FSDP2(Clean):
-    options = TWO_RANKS
+    options = {"world_sizes": (1, 2), "splits": ("even", "uneven"), "resume": True}  # noqa: RUF012
 
     @staticmethod
     def build():
@@ -215,7 +215,7 @@ class Checkpointing(Clean):
 class LoaderWithSampler(Clean):
     """12 samples, shuffled alike, and a batch size that is divided by the ranks."""
 
-    options = {"world_sizes": (1, 2, 3)}  # noqa: RUF012
+    options = {"world_sizes": (1, 2, 3), "resume": True}  # noqa: RUF012
     data = TensorDataset(rows(12, 6), rows(12, 1, seed=1))
 
     @staticmethod
@@ -226,6 +226,29 @@ class LoaderWithSampler(Clean):
     @staticmethod
     def step(model, batch):
         return F.mse_loss(model(batch[0]), batch[1])
+
+
+class PaddedTokens(Clean):
+    """Each rank pads its sentences to its longest one, with -1."""
+
+    options = {"world_sizes": (1, 2, 3)}  # noqa: RUF012
+    tokens = torch.where(torch.arange(9) < torch.arange(3, 9)[:, None], torch.arange(54).view(6, 9) % 7, -1)
+
+    @staticmethod
+    def build():
+        model = DistributedDataParallel(nn.Embedding(8, 1))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @staticmethod
+    def batch():
+        part = PaddedTokens.tokens[dist.get_rank() :: dist.get_world_size()]
+        return [{"tokens": part[:, : int((part >= 0).sum(1).max())], "y": part[:, 0].double()}]
+
+    @staticmethod
+    def step(model, batch):
+        tokens = batch["tokens"]
+        values = model(tokens.clamp(min=0)).squeeze(2) - batch["y"][:, None]
+        return global_mean(values.square(), weights=(tokens >= 0).double())
 
 
 class Float32(Clean):

@@ -97,11 +97,13 @@ def test_batch_that_cannot_be_split_is_rejected(batch, text):
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"tolerance": -1.0}, "tolerance=-1.0 must be above 0"),
         ({"dtype": "float16"}, "dtype='float16' must be"),
+        ({"dropout": False}, "dropout=False must be"),
+        ({"step": None, "resume": True}, "a Trainer saves and loads its own checkpoints"),
     ],
 )
 def test_bad_options_are_rejected(options, text):
     with pytest.raises(ValueError, match=text):
-        check(Piece.build, Piece.step, BATCH, **options)
+        check(**({"build": Piece.build, "step": Piece.step, "batch": BATCH} | options))
 
 
 def test_function_that_ranks_cannot_import_is_rejected_without_cloudpickle(monkeypatch):
@@ -260,6 +262,20 @@ def test_tolerance_and_given_sizes_are_used():
     assert [str(result.case) for result in check(bug.build, bug.step, bug.batch, world_sizes=(2,), splits=[(6, 6)]).cases] == [
         "2 ranks, given 6+6"
     ]
+
+
+def test_resume_goes_through_all_numbers_of_ranks():
+    clean = CLEAN["OwnSync"]
+    options = {"world_sizes": (1, 2, 3), "splits": ("uneven",), "resume": True}
+    report = check(clean.build, clean.step, clean.batch, **options)
+    assert [str(result.case) for result in report.cases if result.case.resumed_from] == [
+        "1 rank, whole batch 12, resumed from 1",
+        "2 ranks, uneven 4+8, resumed from 1",
+        "3 ranks, uneven 2+4+6, resumed from 2",
+        "1 rank, whole batch 12, resumed from 3",
+    ]
+    with pytest.raises(CheckError, match="resume needs at least two steps"):
+        check(clean.build, clean.step, clean.batch, steps=1, **options)
 
 
 def test_float32_finds_bugs_too():

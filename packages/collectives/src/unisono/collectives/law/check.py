@@ -7,15 +7,16 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 from unisono.collectives.law.comparison import FLOAT32, FLOAT64, Case, Comparison, Precision
 from unisono.collectives.law.diagnoses import diagnose
-from unisono.collectives.law.record import RankRecord, record_steps
+from unisono.collectives.law.record import Plan, RankRecord, record_steps
 from unisono.collectives.law.report import CaseResult, Report
 from unisono.collectives.law.splits import NAMES, count_rows, split_sizes
 from unisono.collectives.testing.pool import RanksFailed, run_ranks
@@ -34,14 +35,16 @@ class CheckError(ValueError):
 
 def check(
     build: Callable[[], Any],
-    step: Callable[..., Any],
-    batch: Any,
+    step: Callable[..., Any] | None = None,
+    batch: Any = None,
     *,
     world_sizes: Sequence[int] = (1, 2, 3, 4),
     splits: Splits = NAMES,
     steps: int = 2,
     tolerance: float | None = None,
     dtype: Literal["float64", "float32"] | None = None,
+    dropout: Literal["on", "off"] = "on",
+    resume: bool = False,
     timeout: float | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -53,10 +56,16 @@ def check(
         them itself and returns the loss. Either may return (loss, {"metric": value}).
     batch: the whole batch, a tensor or a tree of tensors with the samples along dim 0; each rank gets its rows. 12 rows can
         be divided evenly by 1, 2, 3 and 4. Or a function: called on each rank, it returns that rank's batches (a DataLoader).
+        Or nothing, and build returns (model, optimizer, loader), as accelerator.prepare does.
+    A Hugging Face Trainer has its own step and loader: `check(build)`, where build returns the Trainer. Its
+        per_device_train_batch_size is that of one process, and is divided by the number of ranks.
     splits: "even", "uneven", "empty" (the last rank has no rows), or the number of rows of each rank.
     steps: how many steps are taken, on the same batch. With a loader, all of its batches.
     tolerance: the largest relative deviation; 1e-8 in float64, 1e-3 in float32.
     dtype: float64, where rounding cannot hide anything; if the step does not run in it, float32.
+    dropout: "off" sets the probabilities of the model's dropout modules to 0, since ranks draw other numbers than one process.
+    resume: also save the state_dicts of model and optimizer after half of the steps, load them on another number of ranks (1 on
+        1, 1 on 2, 2 on 3, …, the last on 1), go on, and compare with the run that was not interrupted.
     timeout: seconds for a case; unless given, 30 times the time of one process and at least 60. What takes longer hangs.
 
     Compared with one process, after the same seed: the data, losses, all gradients when the optimizer gets them, parameters
@@ -74,16 +83,19 @@ def check(
 
         print(check(build, step, {"x": torch.randn(12, 8), "y": torch.randn(12, 1)}))
     """
-    _validate(world_sizes, splits, steps, tolerance, dtype)
+    _validate(world_sizes, splits, steps, tolerance, dtype, dropout)
+    if resume and step is None:
+        raise ValueError("check: resume: a Trainer saves and loads its own checkpoints, and they are not checked")
     source = _source(build, step, batch)
-    rows = None if callable(batch) else count_rows(batch)
+    rows = None if batch is None or callable(batch) else count_rows(batch)
+    plan = Plan(steps if rows is not None or step is None else sys.maxsize, dropout)
     cases = list(_cases(world_sizes, splits, rows))
     report_progress = progress or (lambda done, total, text: None)
     report_progress(0, len(cases), "one process")
     whole = None if rows is None else (rows,)
     _load(source, 1)
     started = time.monotonic()
-    reference, precision, float64 = _reference(source, whole, steps, dtype, max(timeout or 0.0, _PATIENCE))
+    reference, precision, float64 = _reference(source, whole, plan, dtype, max(timeout or 0.0, _PATIENCE))
     if tolerance is not None:
         precision = precision._replace(tolerance=tolerance)
     limit = timeout or max(60.0, 30 * (time.monotonic() - started))
@@ -91,43 +103,77 @@ def check(
     for number, case in enumerate(cases):
         report_progress(number, len(cases), str(case))
         _load(source, case.world_size)  # after a failure, ranks are new
-        comparison = _run_case(source, case, reference, precision, steps, float64, limit)
+        comparison = _run_case(source, case, reference, precision, plan, float64, limit)
         report.add(CaseResult(case, comparison.deviations, None if comparison.ok else diagnose(comparison)))
         report.not_compared = comparison.not_compared() if comparison.ranks else report.not_compared
         if comparison.failure is not None and any(r.state == "hung" for r in comparison.failure.reports):
             report.skipped = len(cases) - number - 1  # each of them would wait as long again
             break
+    if resume and report.ok:
+        _check_resume(report, source, reference, precision, plan, limit, [*world_sizes], splits, rows)
     report_progress(len(cases), len(cases), "done")
     return report
+
+
+def _check_resume(
+    report: Report,
+    source: Pickled | Script,
+    reference: RankRecord,
+    precision: Precision,
+    plan: Plan,
+    limit: float,
+    world_sizes: list[int],
+    splits: Splits,
+    rows: int | None,
+) -> None:
+    """Add the cases that save after half of the steps on one number of ranks, and go on on another."""
+    half = len(reference.steps) // 2
+    if not half:
+        raise CheckError("check: resume needs at least two steps: one before the state is saved, and one after")
+    rest = replace(reference, steps=reference.steps[half:])
+    cases = {case.world_size: case for case in [*_cases(world_sizes, splits, rows)][::-1]}
+    cases[1] = Case(1, "whole batch", None if rows is None else (rows,))
+    sizes = sorted(cases)
+    for before, after in [(1, 1), *pairwise([*sizes, 1])]:
+        float64 = report.dtype == "float64"
+        saving = replace(plan, steps=half, saves=True)
+        state = _run(source, before, cases[before].sizes, saving, float64, limit)[0].state
+        going_on = replace(plan, first=half, state=state)
+        case = replace(cases[after], resumed_from=before)
+        comparison = _run_case(source, case, rest, precision, going_on, float64, limit)
+        report.add(CaseResult(case, comparison.deviations, None if comparison.ok else diagnose(comparison)))
+        if not report.ok:
+            return  # the others would say the same
 
 
 def check_file(path: str | Path, **options: Any) -> Report:
     """check the `build`, `step` and `batch` of a Python file. A file may also set options: `splits = ("even",)`."""
     module = _import_file(str(Path(path).resolve()))
     missing = [name for name in ("build", "step", "batch") if not hasattr(module, name)]
-    if missing:
+    if "build" in missing:  # without the others, it returns a Trainer
         raise CheckError(f"{path} has no {' and no '.join(missing)}: it needs functions build() and step(), and a batch")
-    own = {name: getattr(module, name) for name in ("world_sizes", "splits", "steps", "tolerance") if hasattr(module, name)}
-    return check(module.build, module.step, module.batch, **(own | options))
+    names = ("world_sizes", "splits", "steps", "tolerance", "dropout", "resume")
+    own = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    return check(*_read_module(module), **(own | options))
 
 
 def _run_case(
-    source: Pickled | Script, case: Case, reference: RankRecord, precision: Precision, steps: int, float64: bool, limit: float
+    source: Pickled | Script, case: Case, reference: RankRecord, precision: Precision, plan: Plan, float64: bool, limit: float
 ) -> Comparison:
     try:
-        ranks = _run(source, case.world_size, case.sizes, steps, float64, limit)
+        ranks = _run(source, case.world_size, case.sizes, plan, float64, limit)
     except RanksFailed as failure:
         return Comparison(case, reference, [], precision, failure)
     return Comparison(case, reference, ranks, precision)
 
 
 def _reference(
-    source: Pickled | Script, sizes: tuple[int, ...] | None, steps: int, dtype: str | None, limit: float
+    source: Pickled | Script, sizes: tuple[int, ...] | None, plan: Plan, dtype: str | None, limit: float
 ) -> tuple[RankRecord, Precision, bool]:
     """Return the record of one process with the whole batch, in float64 if the step runs in it."""
     for float64 in [dtype != "float32"] if dtype else [True, False]:
         try:
-            first, second = (_run(source, 1, sizes, steps, float64, limit)[0] for _ in range(2))
+            first, second = (_run(source, 1, sizes, plan, float64, limit)[0] for _ in range(2))
         except RanksFailed as failure:
             if float64 and not dtype:
                 continue
@@ -164,9 +210,9 @@ def _first_failure(failure: RanksFailed) -> str:
 
 
 def _run(
-    source: Pickled | Script, world_size: int, sizes: tuple[int, ...] | None, steps: int, float64: bool, limit: float
+    source: Pickled | Script, world_size: int, sizes: tuple[int, ...] | None, plan: Plan, float64: bool, limit: float
 ) -> list[RankRecord]:
-    return run_ranks(_record_on_rank, source, sizes, steps, float64, world_size=world_size, timeout=limit)
+    return run_ranks(_record_on_rank, source, sizes, plan, float64, world_size=world_size, timeout=limit)
 
 
 def _load(source: Pickled | Script, world_size: int) -> None:
@@ -183,9 +229,9 @@ def _load_on_rank(source: Pickled | Script, path: list[str]) -> None:
     source.load()
 
 
-def _record_on_rank(source: Pickled | Script, sizes: tuple[int, ...] | None, steps: int, float64: bool) -> RankRecord:
+def _record_on_rank(source: Pickled | Script, sizes: tuple[int, ...] | None, plan: Plan, float64: bool) -> RankRecord:
     build, step, batch = source.load()
-    return record_steps(build, step, batch, sizes=sizes, steps=steps, float64=float64)
+    return record_steps(build, step, batch, sizes=sizes, plan=plan, float64=float64)
 
 
 @dataclass(frozen=True)
@@ -232,7 +278,11 @@ class Script:
 
     def load(self) -> tuple[Any, Any, Any]:
         module = _import_file(self.path)
-        return module.build, module.step, module.batch
+        return _read_module(module)
+
+
+def _read_module(module: ModuleType) -> tuple[Any, Any, Any]:
+    return module.build, getattr(module, "step", None), getattr(module, "batch", None)
 
 
 @cache
@@ -271,7 +321,9 @@ def _cases(world_sizes: Iterable[int], splits: Splits, rows: int | None) -> Iter
                 yield Case(world_size, split if isinstance(split, str) else "given", sizes)
 
 
-def _validate(world_sizes: Sequence[int], splits: Splits, steps: int, tolerance: float | None, dtype: str | None) -> None:
+def _validate(
+    world_sizes: Sequence[int], splits: Splits, steps: int, tolerance: float | None, dtype: str | None, dropout: str
+) -> None:
     for split in splits:
         if isinstance(split, str) and split not in NAMES:
             raise ValueError(f"check: splits: {split!r} must be one of {', '.join(NAMES)}, or the numbers of rows of the ranks")
@@ -283,3 +335,5 @@ def _validate(world_sizes: Sequence[int], splits: Splits, steps: int, tolerance:
         raise ValueError(f"check: tolerance={tolerance} must be above 0")
     if dtype not in (None, "float64", "float32"):
         raise ValueError(f'check: dtype={dtype!r} must be "float64", "float32" or None')
+    if dropout not in ("on", "off"):
+        raise ValueError(f'check: dropout={dropout!r} must be "on" or "off"')

@@ -13,7 +13,8 @@ _DESCRIPTION = """\
 Prove that a training step does not depend on the number of ranks, or say why it does.
 
 FILE is a Python file with build(), which returns (model, optimizer); step(model, batch), which returns the loss; and batch, the
-whole batch. --example writes one. The step runs on real gloo ranks on this machine, and is compared with one process.
+whole batch; or with a build() that returns a Hugging Face Trainer. --example writes one. The step runs on real gloo ranks on
+this machine, and is compared with one process.
 
 Exit code: 0 if nothing deviates, 1 if something does, 2 if the step cannot be checked."""
 
@@ -32,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="optimizer steps; default: 2")
     parser.add_argument("--tolerance", type=float, help="largest relative deviation; default: 1e-8, in float32 1e-3")
     parser.add_argument("--dtype", choices=("float64", "float32"), help="default: float64 if the step runs in it")
+    parser.add_argument("--dropout", choices=("on", "off"), help="off: dropout probabilities are 0; default: on")
+    parser.add_argument("--resume", action="store_const", const=True, help="save and go on on other numbers of ranks, too")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each case; what takes longer hangs")
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write the report as a page, too")
     parser.add_argument("--no-color", action="store_true", help="no colours; NO_COLOR in the environment does the same")

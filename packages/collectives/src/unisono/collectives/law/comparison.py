@@ -41,10 +41,12 @@ class Case:
     world_size: int
     split: str  # its name
     sizes: tuple[int, ...] | None  # rows of each rank; None: the user's own loader
+    resumed_from: int | None = None  # the number of ranks that saved the state
 
     def __str__(self) -> str:
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
-        return f"{ranks}, {self.split}" + (f" {'+'.join(map(str, self.sizes))}" if self.sizes else "")
+        sizes = f" {'+'.join(map(str, self.sizes))}" if self.sizes else ""
+        return f"{ranks}, {self.split}{sizes}" + (f", resumed from {self.resumed_from}" if self.resumed_from else "")
 
 
 class Difference(NamedTuple):
@@ -126,8 +128,30 @@ class Comparison:
 
     def data_counts(self) -> tuple[Counter[tuple[float, ...]], list[Counter[tuple[float, ...]]]]:
         """Return how often the reference, and each rank, had each sample in all steps together."""
-        scale = max((float(step.data.abs().max()) for step in self.reference.steps if len(step.data)), default=1.0)
-        return _count_rows(self.reference, scale), [_count_rows(record, scale) for record in self.ranks]
+        return self._count_samples(self.reference.steps), [self._count_samples(record.steps) for record in self.ranks]
+
+    def has_same_samples(self, k: int) -> bool:
+        """Return whether the ranks together had the samples of the reference in step `k`."""
+        expected = self._count_samples([self.reference.steps[k]])
+        return expected == self._count_samples([record.steps[k] for record in self.ranks])
+
+    def _count_samples(self, steps: Iterable[StepRecord]) -> Counter[tuple[float, ...]]:
+        return Counter(row for step in steps for row in _rounded_rows(self._samples(step), self._data_scale))
+
+    def _samples(self, step: StepRecord) -> Tensor:
+        """Return the fingerprints of the step's samples, without the tensors that are padded to different widths."""
+        return step.data[:, self._data_columns] if step.data.shape[1] == len(self._data_columns) else step.data
+
+    @cached_property
+    def _data_columns(self) -> Tensor:
+        steps = [step for record in (self.reference, *self.ranks) for step in record.steps]
+        widths = [widths for step in steps for widths in step.widths]
+        fixed = [len(set(found)) == 1 for found in zip(*widths, strict=False)]
+        return torch.tensor(fixed, dtype=torch.bool).repeat_interleave(WIDTH)
+
+    @cached_property
+    def _data_scale(self) -> float:
+        return max((float(step.data.abs().max()) for step in self.reference.steps if step.data.numel()), default=1.0)
 
     def _data_deviation(self) -> float:
         """Return the part of the samples that the ranks together have too often or not often enough."""
@@ -143,7 +167,10 @@ class Comparison:
         Rows are recognized by what the ranks read, and by what the first called module gets: it may get several tensors of
         a batch one after the other.
         """
-        pairs = [(self.of_reference().data, torch.cat([step.data for step in self.of_ranks()])), *self._entry_inputs()[:1]]
+        pairs = [
+            (self._samples(self.of_reference()), torch.cat([*map(self._samples, self.of_ranks())])),
+            *self._entry_inputs()[:1],
+        ]
         orders = {}
         for expected, found in pairs:
             if (order := _matching_order(expected, found)) is not None:
@@ -407,10 +434,6 @@ def _vector(gradients: dict[str, Tensor | None], names: list[str]) -> Tensor:
 def _local_vector(step: StepRecord, names: list[str]) -> Tensor:
     passes = [_vector(dict(gradients), names) for gradients in step.local]
     return torch.stack(passes).sum(0) if passes else torch.zeros(WIDTH * len(names), dtype=torch.float64)
-
-
-def _count_rows(record: RankRecord, scale: float) -> Counter[tuple[float, ...]]:
-    return Counter(row for step in record.steps for row in _rounded_rows(step.data, scale))
 
 
 def _first_call(step: StepRecord, name: str) -> ModuleCall:

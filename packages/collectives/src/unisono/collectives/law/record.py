@@ -11,9 +11,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Literal, cast
 from unittest import mock
 
 import torch
@@ -23,11 +24,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unisono.collectives.law.fingerprint import WIDTH, fingerprint, fingerprint_rows
+from unisono.collectives.law.adapters import reset_accelerate, run_trainer
+from unisono.collectives.law.fingerprint import fingerprint, fingerprint_rows
+from unisono.collectives.law.resume import load_state, save_state
 from unisono.collectives.law.splits import as_float64, take_rows, tensors_with_rows
 from unisono.collectives.traffic import collective_call
 
-_LIBRARIES = ("torch", "unisono", "contextlib", "functools")
+_LIBRARIES = ("torch", "unisono", "contextlib", "functools", "accelerate", "transformers")
 
 
 @dataclass
@@ -58,7 +61,8 @@ class CollectiveCall:
 class StepRecord:
     """One step on one rank."""
 
-    data: Tensor  # fingerprints of the rows of this rank's batch
+    data: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))  # fingerprints of each row's tensors
+    widths: list[list[int]] = field(default_factory=list)  # elements in a row of each tensor, for each micro-batch
     loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
@@ -86,6 +90,18 @@ class RankRecord:
     hyperparameters: list[dict[str, float]] = field(default_factory=list)  # for each parameter group
     is_float64: bool = True
     steps: list[StepRecord] = field(default_factory=list)
+    state: dict[str, Any] | None = None  # after the last step, on rank 0, if the plan says so
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which steps a run takes, and how."""
+
+    steps: int  # the step after the last one
+    dropout: Literal["on", "off"] = "on"
+    first: int = 0  # steps before it are left out
+    state: dict[str, Any] | None = None  # to go on from
+    saves: bool = False  # the state after the last step
 
 
 class LossError(TypeError):
@@ -93,9 +109,15 @@ class LossError(TypeError):
 
 
 def record_steps(
-    build: Callable[[], Any], step: Callable[..., Any], batch: Any, *, sizes: tuple[int, ...] | None, steps: int, float64: bool
+    build: Callable[[], Any],
+    step: Callable[..., Any] | None,
+    batch: Any,
+    *,
+    sizes: tuple[int, ...] | None,
+    plan: Plan,
+    float64: bool,
 ) -> RankRecord:
-    """Build the model, train `steps` steps on this rank's part of the batch, and return the record. Runs on every rank."""
+    """Build the model, train the steps of `plan` on this rank's part of the batch, and return the record, on every rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     with contextlib.ExitStack() as stack:
@@ -105,14 +127,42 @@ def record_steps(
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks run in Python
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float64 if float64 else torch.float32)
+        reset_accelerate()
         _seed_everything()
-        models, optimizers = _read_build(build())
-        recorder = _Recorder(RankRecord(rank, world_size), models, optimizers)
-        stack.callback(recorder.remove_hooks)
-        for part in _batches(batch, sizes, steps, float64):
-            recorder.run_step(step, models, optimizers, part)
+
+        def start(models: Any, optimizers: Any) -> Recorder:
+            if plan.dropout == "off":
+                switch_off_dropout(models)
+            recorder = Recorder(RankRecord(rank, world_size), models, optimizers)
+            stack.callback(recorder.remove_hooks)
+            return recorder
+
+        if step is None:
+            recorder = run_trainer(build(), plan.steps, float64, start)
+        else:
+            models, optimizers, loader = _read_build(build())
+            recorder = start(models, optimizers)
+            parts = _batches(batch if loader is None else lambda: loader, sizes, plan.steps, float64)
+            for _ in range(plan.first):
+                next(parts)
+            if plan.state is not None:
+                load_state(models, recorder.optimizers, plan.state)
+            for part in parts:
+                recorder.run_step(step, models, optimizers, part)
+            if plan.saves:
+                state = save_state(models, recorder.optimizers)
+                recorder.record.state = state if rank == 0 else None
         recorder.finish()
     return recorder.record
+
+
+def switch_off_dropout(models: Any) -> None:
+    """Set the probability of each dropout to 0: `p` of torch's modules, and every float attribute that is named like one."""
+    for _, module, _ in walk_modules(models):
+        for name, value in list(vars(module).items()):
+            is_probability = "drop" in name or (name == "p" and "drop" in type(module).__name__.lower())
+            if isinstance(value, float) and is_probability:
+                setattr(module, name, 0.0)
 
 
 def _batches(batch: Any, sizes: tuple[int, ...] | None, steps: int, float64: bool) -> Iterator[Any]:
@@ -121,7 +171,7 @@ def _batches(batch: Any, sizes: tuple[int, ...] | None, steps: int, float64: boo
         part = take_rows(batch, start, start + sizes[dist.get_rank()])
         yield from [as_float64(part) if float64 else part] * steps
     else:  # the user's own loader
-        for part in batch():
+        for part in islice(batch(), steps):
             yield as_float64(part) if float64 else part
 
 
@@ -137,15 +187,19 @@ def _random_state() -> tuple[Any, ...]:
     return torch.get_rng_state().sum().item(), random.getstate(), (numpy and numpy.random.get_state()[2:3]) or None
 
 
-def _read_build(built: Any) -> tuple[Any, Any]:
-    """Return what `build()` returned as (models, optimizers); the optimizers may be None."""
+def _read_build(built: Any) -> tuple[Any, Any, Any]:
+    """Return what `build()` returned as (models, optimizers, loader); the optimizers and the loader may be None."""
+    loader = None
+    if isinstance(built, tuple) and len(built) == 3 and not isinstance(built[2], nn.Module):
+        *built, loader = built
+        built = tuple(built)
     if isinstance(built, tuple) and len(built) == 2 and not isinstance(built[1], nn.Module):
         models, optimizers = built
     else:
         models, optimizers = built, None
     if not [leaf for leaf in pytree.tree_leaves(models) if isinstance(leaf, nn.Module)]:
         raise TypeError(f"check: build() must return a Module, or (model, optimizer); it returned {type(built).__name__}")
-    return models, optimizers
+    return models, optimizers, loader
 
 
 def walk_modules(models: Any) -> Iterator[tuple[str, nn.Module, DistributedDataParallel | None]]:
@@ -170,19 +224,21 @@ def walk_modules(models: Any) -> Iterator[tuple[str, nn.Module, DistributedDataP
             yield from walk(model, pytree.keystr(path).strip("[]'"), None)
 
 
-class _Recorder:
+class Recorder:
     """The hooks on a model and its optimizers, which fill a RankRecord."""
 
     def __init__(self, record: RankRecord, models: Any, optimizers: Any) -> None:
         self.record = record
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
-        self.optimizers = [leaf for leaf in pytree.tree_leaves(optimizers) if hasattr(leaf, "param_groups")]
+        leaves = [getattr(leaf, "optimizer", leaf) for leaf in pytree.tree_leaves(optimizers)]  # accelerate wraps them
+        self.optimizers = [leaf for leaf in leaves if hasattr(leaf, "param_groups")]
         self.handles: list[Any] = []
         self.stack: list[Any] = []  # of module calls, and of DDPs
         self.random_states: list[Tensor] = []  # when the module calls of the stack began
         self.entered = False  # the step has called a module
         self.step: StepRecord | None = None
+        self.log = contextlib.ExitStack()  # of the step's collectives
         self.state_at_start: tuple[Any, ...] = ()
         self.backward = -1
         self.stepped: set[int] = set()
@@ -229,6 +285,7 @@ class _Recorder:
         self.handles.append(module.register_forward_hook(leave, always_call=True))
 
     def remove_hooks(self) -> None:
+        self.log.close()
         for handle in self.handles:
             handle.remove()
 
@@ -294,27 +351,49 @@ class _Recorder:
 
     def run_step(self, step: Callable[..., Any], models: Any, optimizers: Any, batch: Any) -> None:
         """Run the user's step. What it leaves out (backward, optimizer.step) is done here."""
+        current = self.begin_step()
+        self.add_rows(batch)
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        required = [p for p in inspect.signature(step).parameters.values() if p.kind in positional and p.default is p.empty]
+        result = step(models, optimizers, batch) if len(required) > 2 else step(models, batch)
+        loss, current.metrics = read_result(result)
+        has_gradient = any(p.grad is not None for p in self.parameters.values())
+        if isinstance(loss, Tensor) and loss.requires_grad and not has_gradient and not self.stepped:
+            loss.backward()
+        self.add_loss(float(loss))
+        self.end_step()
+        for optimizer in self.optimizers:
+            if id(optimizer) not in self.stepped:
+                optimizer.step()
+
+    def begin_step(self) -> StepRecord:
         for parameter in self.parameters.values():
             parameter.grad = None
-        self.step = StepRecord(_rows_of(batch))
+        self.step = StepRecord()
         self.record.steps.append(self.step)
         self.state_at_start = _random_state()
         self.entered = False
         self.stepped = set()
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        required = [p for p in inspect.signature(step).parameters.values() if p.kind in positional and p.default is p.empty]
-        with _CollectiveLog(self.step.collectives):
-            result = step(models, optimizers, batch) if len(required) > 2 else step(models, batch)
-            loss, self.step.metrics = read_result(result)
-            has_gradient = any(p.grad is not None for p in self.parameters.values())
-            if isinstance(loss, Tensor) and loss.requires_grad and not has_gradient and not self.stepped:
-                loss.backward()
-        self.step.loss = None if loss is None else float(loss)
+        self.log.enter_context(_CollectiveLog(self.step.collectives))
+        return self.step
+
+    def add_rows(self, batch: Any) -> None:
+        """Record that the current step reads the rows of `batch`."""
+        assert self.step is not None
+        rows, widths = _rows_of(batch)
+        self.step.data = torch.cat([self.step.data, rows]) if self.step.widths else rows
+        self.step.widths.append(widths)
+
+    def add_loss(self, loss: float) -> None:
+        """Add the loss of a micro-batch to that of the current step."""
+        assert self.step is not None
+        self.step.loss = loss + (self.step.loss or 0.0)
+
+    def end_step(self) -> None:
+        assert self.step is not None
+        self.log.close()
         kept = set(self.step.final)
         self._keep_gradients({id(p) for name, p in self.parameters.items() if name not in kept})
-        for optimizer in self.optimizers:
-            if id(optimizer) not in self.stepped:
-                optimizer.step()
         self.step = None
 
     def finish(self) -> None:
@@ -331,7 +410,7 @@ class _Recorder:
         return {name: fingerprint(x) for name, x in tensors.items()}
 
 
-def read_result(result: Any) -> tuple[Tensor | float | None, dict[str, float]]:
+def read_result(result: Any) -> tuple[Tensor | float, dict[str, float]]:
     """Return the loss and the metrics of what a step returned: a loss, (loss, metrics), or something with a `loss`."""
     metrics: Any = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
@@ -351,14 +430,13 @@ def read_result(result: Any) -> tuple[Tensor | float | None, dict[str, float]]:
     return result, {key: float(value) for key, value in scalars.items() if isinstance(value, (Tensor, int, float))}
 
 
-def _rows_of(batch: Any) -> Tensor:
-    """Return one fingerprint for each sample, of all its tensors together."""
+def _rows_of(batch: Any) -> tuple[Tensor, list[int]]:
+    """Return the fingerprints of each sample, those of its tensors side by side; and how many elements each tensor has."""
     leaves = tensors_with_rows(batch)
-    total = torch.zeros(len(leaves[0]) if leaves else 0, WIDTH, dtype=torch.float64)
-    for number, leaf in enumerate(leaves):
-        if len(leaf) == len(total):
-            total += fingerprint_rows(leaf) * (1 + number) ** 0.5
-    return total
+    leaves = [leaf for leaf in leaves if len(leaf) == len(leaves[0])]
+    if not leaves:
+        return torch.zeros(0, 0, dtype=torch.float64), []
+    return torch.cat([fingerprint_rows(leaf) for leaf in leaves], dim=1), [leaf.shape[1:].numel() for leaf in leaves]
 
 
 def _add(totals: dict[Any, Tensor], key: Any, value: Tensor) -> None:
@@ -394,7 +472,7 @@ class _CollectiveLog(TorchDispatchMode):
 def _frames() -> Iterator[FrameType]:
     """Yield the frames between here and the step, innermost first."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _Recorder.run_step.__code__:
+    while frame is not None and frame.f_code is not record_steps.__code__:
         yield frame
         frame = frame.f_back
 

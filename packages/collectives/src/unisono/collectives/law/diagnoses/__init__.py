@@ -4,12 +4,13 @@ tests/collectives/law/bugs.py has a training step for each of them, with a bug f
 """
 
 from unisono.collectives.law.comparison import Comparison
-from unisono.collectives.law.diagnoses import data, failures, forward, gradients, results
+from unisono.collectives.law.diagnoses import data, failures, forward, gradients, results, resume
 from unisono.collectives.law.diagnoses.finding import Diagnosis, Finding
 
 # In the order in which they are tried: causes before their consequences.
 DIAGNOSES: list[Diagnosis] = [
     *failures.DIAGNOSES,
+    *resume.DIAGNOSES,
     *data.DIAGNOSES,
     *forward.DIAGNOSES,
     *gradients.DIAGNOSES,

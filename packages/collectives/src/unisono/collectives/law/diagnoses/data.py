@@ -56,6 +56,19 @@ def dropped_samples(c: Comparison) -> Finding | None:
     )
 
 
+def other_order(c: Comparison) -> Finding | None:
+    """The ranks read the samples of one process in other steps."""
+    step = next((k for k in range(c.step_count) if c.case.sizes is None and not c.has_same_samples(k)), None)
+    if step is None:
+        return None
+    return Finding(
+        "other_order",
+        f"together, the ranks read the samples of one process, but in another order: step {step + 1} has others",
+        "Shuffle with the same seed on any number of ranks; with accelerate: DataLoaderConfiguration("
+        "use_seedable_sampler=True). If any order will do, check with a whole batch instead of a loader",
+    )
+
+
 def growing_batch(c: Comparison) -> Finding | None:
     """The batch size is for one rank, so that the global batch grows with the ranks."""
     if c.case.sizes is not None:
@@ -116,6 +129,7 @@ DIAGNOSES: list[Diagnosis] = [
     repeated_samples,
     dropped_samples,
     growing_batch,
+    other_order,
     different_start,
     start_depends_on_world_size,
 ]

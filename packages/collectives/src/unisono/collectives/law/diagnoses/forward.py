@@ -51,8 +51,8 @@ def random_module(c: Comparison) -> Finding | None:
     return Finding(
         "random_module",
         f"{difference.call.module} draws random numbers, and those of a sample depend on its rank",
-        "Set its probability to 0 for this check, and check again: what remains is a real deviation. To keep it, draw by "
-        "(seed, step, number of the sample)",
+        'Check with dropout="off", or set its probability to 0 for the check: what remains is a real deviation. To keep it, '
+        "draw by (seed, step, number of the sample)",
         where=f"module {difference.name}",
     )
 
