@@ -239,6 +239,8 @@ def plan_on_ranks():
             plan_tables(tables, size, sample=bad if rank == 1 else sample)
     with pytest.raises(MismatchError, match="the ranks disagree"):
         plan_tables(tables, size, sample=sample, batch_size=1 + rank)
+    names = "ab" if rank else "ba"  # the order of a dict does not matter
+    plan_tables(tables, size, sample=sample, optimizer={name: SGD(lr=ord(name)) for name in names})
     if rank == 0:  # for other ranks than those of the group: nothing is communicated
         plan_tables(tables, 512, sample=sample)
         plan_tables(tables, size)
@@ -304,6 +306,26 @@ def test_rows_say_what_the_text_says():
     tables, ranks = plan.to_rows()
     assert [row["table"] for row in tables] == ["user", "word"] and [row["2 ranks"] for row in ranks] == ["rank 0", "rank 1"]
     assert all(value in str(plan) for row in [*tables, *ranks] for value in row.values())
+
+
+def bad_arguments_on_rank_1() -> None:
+    rank = dist.get_rank()
+    sample = {"a": Ragged.from_lists([[1]])}
+    for bad, text in [
+        ({"optimizer": Adam}, "optimizer=Adam: expected one of"),
+        ({"optimizer": Adam, "sample": sample}, "optimizer=Adam: expected one of"),
+        ({"optimizer": None}, "host_memory_per_rank=1000000 needs an optimizer without sparse=True: optimizer=None"),
+        ({"sparse": True}, "host_memory_per_rank=1000000 needs an optimizer without sparse=True: .* sparse=True"),
+    ]:
+        options = {"optimizer": Adam(lr=0.1), **({"sample": sample} if "sample" in bad else {}), **(bad if rank == 1 else {})}
+        with pytest.raises(MismatchError, match=f"rank 1: {text}"):  # too little memory for rank 1, whose rule is not known
+            EmbeddingCollection(
+                [Table("a", 4000, 4)], memory_per_rank=50_000, host_memory_per_rank=10**6, batch_size=16, **options
+            )
+
+
+def test_all_ranks_raise_if_one_has_arguments_that_cannot_be_planned(ranks):
+    ranks(bad_arguments_on_rank_1, world_size=2)
 
 
 def test_tables_that_do_not_fit_stay_in_host_memory():

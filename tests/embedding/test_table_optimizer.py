@@ -1,6 +1,8 @@
 """A rule for each table, and one step for all gradients since zero_grad: on many ranks as in one process."""
 
 import copy
+import pickle
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.utils.flop_counter import FlopCounterMode
 
 from unisono.embedding import (
     SGD,
@@ -17,6 +20,7 @@ from unisono.embedding import (
     Adam,
     EmbeddingCollection,
     GradScaler,
+    Layout,
     RowwiseAdagrad,
     Table,
     clip_grad_norm_,
@@ -135,6 +139,23 @@ def test_steps_match_one_process(ranks, plan, micro_batches, max_norm, sparse):
 
 def train_by_name(plan: str, micro_batches: int, max_norm: float | None, sparse: bool) -> dict[str, Tensor]:
     return train(PLANS[plan], micro_batches=micro_batches, max_norm=max_norm, sparse=sparse)
+
+
+def train_with_other_kernels_on_rank_0() -> dict[str, Tensor]:
+    """A mode of torch, which sees each operation, keeps rank 0 from the compiled kernels."""
+    collection = make("replicated", optimizer=RULES, sparse=True, dtype=torch.float32)
+    with FlopCounterMode(display=False) if dist.get_rank() == 0 else nullcontext():
+        for step in range(4):
+            collection.optimizer.zero_grad()
+            loss_of(collection, step).backward()
+            collection.optimizer.step()
+    return weights_of(collection)
+
+
+def test_copies_keep_the_same_bits_if_ranks_choose_other_kernels(ranks):
+    first, second = ranks(train_with_other_kernels_on_rank_0, world_size=2)
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name
 
 
 def test_micro_batches_are_one_step():
@@ -284,6 +305,50 @@ def test_copy_keeps_the_states():
     assert_same(weights_of(twin), weights_of(collection))
     twin.reset_rows("a", torch.arange(23))
     assert not twin.tables["a"].states["sum"].any() and collection.tables["a"].states["sum"].any()
+
+
+@pytest.mark.parametrize("plan", ["row", Layout.row().in_host_memory(2)], ids=["device", "host"])
+def test_a_pickled_collection_loads_states(plan):
+    trained, fresh = (make(plan, optimizer=RULES) for _ in range(2))
+    loss_of(trained, 0).backward()
+    with torch.no_grad():
+        fresh.weight("a").data = torch.ones_like(fresh.weight("a"))  # other memory, which no look-up has seen
+    fresh = pickle.loads(pickle.dumps(fresh))
+    assert bool((fresh.full_weight("a") == 1).all())
+    fresh.load_state_dict({name: x.clone() for name, x in trained.state_dict().items()})
+    for collection in (trained, fresh):
+        loss_of(collection, 1).backward()
+    for name, x in trained.state_dict().items():
+        assert torch.equal(x, fresh.state_dict()[name]), name
+
+
+def test_a_learning_rate_and_a_weight_decay_count_from_the_forward():
+    collection, other = (make("row", optimizer=SGD(lr=0.1, weight_decay=0.1)) for _ in range(2))
+    loss = loss_of(collection, 0)
+    collection.optimizer.param_groups[0].update(lr=0.5, weight_decay=0.0)
+    loss.backward()
+    loss_of(other, 0).backward()
+    assert_same(weights_of(collection), weights_of(other))
+
+
+def test_kernels_with_stochastic_rounding():
+    options = {"optimizer": SGD(lr=0.1), "stochastic_rounding": True}
+    assert make("row", dtype=torch.bfloat16, **options).kernels == "torch: stochastic_rounding=True"
+    assert make("row", dtype=torch.float32, **options).kernels == make("row", dtype=torch.float32).kernels
+
+
+def test_rows_are_not_copied_between_rules_whose_states_differ():
+    rules = [{name: RowwiseAdagrad(lr=0.1) for name in RULES}, {name: RowwiseAdagrad(lr=0.1) for name in RULES}]
+    last = [*RULES][-1]
+    rules[1][last] = Adagrad(lr=0.1)
+    one, two = (make("row", optimizer=rule) for rule in rules)
+    two.reset_parameters(seed=1)
+    for larger, smaller in ((one, two), (two, one)):
+        before = weights_of(larger)
+        names = [type(x.tables[last].rule).__name__ for x in (smaller, larger)]
+        with pytest.raises(ValueError, match=rf"copy_rows: table '{last}': the state 'sum' of {names[0]}.* of {names[1]}"):
+            larger.copy_rows(smaller)
+        assert all(torch.equal(x, before[name]) for name, x in weights_of(larger).items())
 
 
 def test_other_memory_keeps_the_states():

@@ -252,6 +252,36 @@ def test_rows_in_a_memory_mapped_file(ranks, tmp_path):
     ranks(mapped_files, tmp_path, world_size=2)
 
 
+def other_directories_on_other_ranks(folder: Path) -> list[int]:
+    """On rank 0 all tables have one directory, on rank 1 each has its own: the table groups are the same."""
+    rank = dist.get_rank()
+    names = [str(folder / name) for name in (("x", "x") if rank == 0 else ("y", "z"))]
+    plan = {table: HOST.in_host_memory(2, directory=name) for table, name in zip("ab", names, strict=True)}
+    plan["c"] = HOST
+    module = EmbeddingCollection([Table(name, 12, 2) for name in "cab"], plan=plan, optimizer=SGD(lr=0.1))
+    assert len(module.engine.storage.groups) == 1
+    found = module({name: torch.arange(12) for name in "abc"})
+    for name in "abc":
+        assert torch.equal(found[name], module.full_weight(name))
+    maps = Path("/proc/self/maps").read_text()
+    return [maps.count(str(folder / name)) for name in "xyz"]
+
+
+def test_ranks_may_have_other_directories(ranks, tmp_path):
+    for name in "xyz":
+        (tmp_path / name).mkdir()
+    assert ranks(other_directories_on_other_ranks, tmp_path, world_size=2) == [[1, 0, 0], [0, 1, 0]]
+
+
+def one_rank_has_no_room() -> None:
+    with pytest.raises(MismatchError, match=r"(?s)rank 1.*no rows in host memory.*alloc"):
+        EmbeddingCollection([Table("a", 10**13, 8)], plan=Layout.table(1).in_host_memory(10), optimizer=SGD(lr=0.1))
+
+
+def test_all_ranks_raise_if_one_has_no_room(ranks):
+    ranks(one_rank_has_no_room, world_size=2)
+
+
 # What users do with the weight
 
 
@@ -326,6 +356,30 @@ def test_pickle_conversion_and_meta_device():
     assert torch.equal(small(torch.arange(20)), plain(torch.arange(20)))
 
 
+def test_conversion_between_forward_and_backward():
+    results = []
+    for layout in (Layout.row(), Layout.row().in_host_memory(8)):
+        module = ShardedEmbedding(40, 4, plan=layout, optimizer=SGD(lr=1.0))
+        module.reset_parameters(seed=1)
+        found = module(torch.arange(5))
+        module.double().float()
+        assert module.engine.storage.shards[0].cache is None or module.engine.storage.shards[0].cache.generation > 1
+        found.sum().backward()
+        results.append(module.full_weight())
+    assert torch.equal(*results)
+    assert module.cache_stats()["weight"][2:4] == (0, 10)  # fetched twice: the statistics go on
+
+
+def test_conversion_keeps_the_rows_where_they_are():
+    module = ShardedEmbedding(20, 3, plan=HOST, optimizer=Adam(lr=0.1))
+    (shard,) = module.engine.storage.shards
+    rows, cache = module.weight.data_ptr(), shard.cache
+    module.engine.storage._convert_cache(shard, cache)  # as for another device, which this test has not
+    assert shard.cache is not cache and shard.cache.store["weight"].data_ptr() == rows
+    made = shard.cache
+    assert module.to(torch.float32).weight.data_ptr() == rows and shard.cache is made
+
+
 # Errors
 
 
@@ -376,6 +430,17 @@ def test_a_cache_that_grew_in_inference_mode_can_be_trained():
     before = module(torch.arange(20))
     before.sum().backward()
     assert module.cache_stats()["weight"].slots == 20
+    torch.testing.assert_close(module.full_weight(), before.detach() - 0.1)
+
+
+@pytest.mark.parametrize("read", [ShardedEmbedding.full_weight, ShardedEmbedding.state_dict])
+def test_a_cache_that_was_emptied_in_inference_mode_can_be_trained(read):
+    module = ShardedEmbedding(20, 3, plan=HOST, optimizer=SGD(lr=0.1))
+    module(torch.arange(7)).sum().backward()
+    with torch.inference_mode():
+        read(module)
+    before = module(torch.arange(20))
+    before.sum().backward()
     torch.testing.assert_close(module.full_weight(), before.detach() - 0.1)
 
 

@@ -34,7 +34,8 @@ class EmbeddingCollection(EngineModule):
         sparse: The parameters get sparse gradients. `collection.optimizer.step()` applies those of several backwards, after
             clipping; without `optimizer`, torch.optim.SparseAdam and SGD do.
         batch_size, sample, memory_per_rank, host_memory_per_rank: For plan="auto": bags of a rank in a step; a batch to count
-            in; bytes on the device; bytes in host memory for tables that do not fit on the device.
+            in; bytes on the device; bytes in host memory for tables that do not fit on the device (needs `optimizer` without
+            `sparse`).
         grad_reduce: "mean" divides gradients by the number of ranks, right beside DDP and FSDP; "sum" does not.
         wire_dtype: torch.bfloat16 or torch.float16 halves the bytes that travel.
         stochastic_rounding: The steps of `optimizer` round rows of bfloat16 and float16 up or down at random, such that the
@@ -93,7 +94,14 @@ class EmbeddingCollection(EngineModule):
                 f"{function}: tables cannot be called {taken}, since torch.nn.ModuleDict has attributes of these names"
             )
         dtype = dtype or torch.get_default_dtype()
+        problem = ""
         if plan == "auto":
+            problem = rules_error(optimizer, [table.name for table in tables])
+            if host_memory_per_rank is not None and (optimizer is None or sparse):
+                problem = problem or f"{host_memory_per_rank=} needs an optimizer without sparse=True: {optimizer=}, {sparse=}"
+        if problem:
+            plan = "row"  # the storage will say what is wrong, on all ranks; the planner could raise on this one alone
+        elif plan == "auto":
             plan = plan_tables(
                 tables,
                 ranks.size,
@@ -101,8 +109,7 @@ class EmbeddingCollection(EngineModule):
                 sample=None if sample is None else as_dict(sample),
                 memory_per_rank=memory_per_rank,
                 host_memory_per_rank=host_memory_per_rank,
-                # What is wrong with it, the storage will say, on all ranks.
-                optimizer=None if rules_error(optimizer, [table.name for table in tables]) else optimizer,
+                optimizer=optimizer,
                 dtype=dtype,
                 wire_dtype=wire_dtype,
                 group=group,
@@ -111,7 +118,7 @@ class EmbeddingCollection(EngineModule):
         layouts = _layouts_of(tables, plan, ranks.size)
         tables = [_name_outputs(table, self._outputs) for table in tables]
         device = torch.empty(0, device=device).device  # with its index
-        options = LookupOptions(function, grad_reduce, sparse, wire_dtype, stochastic_rounding, dtype, device)
+        options = LookupOptions(function, grad_reduce, sparse, wire_dtype, stochastic_rounding, dtype, device, problem)
         self.engine = LookupEngine(tables, layouts, options, optimizer, group)
         storage = self.engine.storage
         modules = [ShardedTable(t, x, ranks, plain=sparse) for t, x in zip(tables, storage.layouts, strict=True)]
@@ -183,6 +190,7 @@ class EmbeddingCollection(EngineModule):
         So tables grow: make a larger collection and copy the rows. New rows keep their initial weights. All ranks call; tables
         are gathered one after the other.
         """
+        pairs = []
         for name, table in smaller.tables.items():
             own = self._table("copy_rows", name)
             assert isinstance(table, ShardedTable)
@@ -191,6 +199,9 @@ class EmbeddingCollection(EngineModule):
                 raise ValueError(
                     f"{type(self).__name__}.copy_rows: table {name!r} of shape {shapes[0]} does not fit in {shapes[1]}"
                 )
+            own.raise_for_other_states(table)
+            pairs.append((own, table))
+        for own, table in pairs:
             own.copy_rows(table)
 
     def _read(self, features: Features) -> tuple[Batch, str]:

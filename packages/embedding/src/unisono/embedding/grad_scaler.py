@@ -16,6 +16,8 @@ class GradScaler(torch.amp.GradScaler):
     apart.) All ranks call `unscale_` and `step`. A step in the backward comes too early for it: make the tables with
     `optimizer=` and `sparse=True`.
 
+    `group`: the ranks that skip together, all that have a part of the tables; None: all ranks.
+
     Example:
         >>> from unisono.embedding import SGD, EmbeddingCollection, Table
         >>> collection = EmbeddingCollection([Table("user", 100, 8)], optimizer=SGD(lr=0.1), sparse=True)

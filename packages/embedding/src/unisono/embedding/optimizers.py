@@ -186,6 +186,8 @@ class RuleUpdate(GradientConsumer):
         self.storage = storage
         self.optimizer = storage.optimizer
         self.parameters = {k: parameter for k, parameter in enumerate(storage.parameters()) if parameter.requires_grad}
+        # Of each rule, as they are in the forward, where the ranks compare them.
+        self.lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.weight_decays = [float(group["weight_decay"]) for group in self.optimizer.param_groups]
         self.step_counts: dict[int, int] = {}  # of the tables that change
 
@@ -211,7 +213,7 @@ class RuleUpdate(GradientConsumer):
 
     @torch.no_grad()
     def take(self, shard: GroupShard, gradients: RowGradients, square_sums: Tensor | None = None) -> None:
-        rule, lr = self.storage.rules[shard.group.key.rule], self._lr(shard)
+        rule, lr = self.storage.rules[shard.group.key.rule], self.lrs[shard.group.key.rule]
         rounds = self.storage.options.stochastic_rounding and shard.weight.itemsize == 2
         if not rounds and self._take_compiled(rule, lr, shard, gradients, square_sums):
             return
@@ -231,9 +233,6 @@ class RuleUpdate(GradientConsumer):
                 changes = rule.step(places, grads[own], state, lr, squares[own])
                 rounding = self._rounding(shard, part, steps) if part and rounds else round_to_nearest
                 _add_rows(shard.weight, places, changes, rounding, rows[own].to(torch.int64))  # row x dim exceeds int32
-
-    def _lr(self, shard: GroupShard) -> float:
-        return float(self.optimizer.param_groups[shard.group.key.rule]["lr"])
 
     def _rounding(self, shard: GroupShard, part: TableShard, steps: int) -> Round:
         """Round by random bits that depend on seed, step, row and column of the table alone: on no layout, on no other row."""

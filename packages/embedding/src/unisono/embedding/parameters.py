@@ -186,9 +186,18 @@ class ShardedTable(nn.Module):
         shape = (self.table.rows, self.table.dim)[: shard.ndim]
         return _gather_dtensor(_as_dtensor(shard, self.layout, self.ranks, shape, connected=False), self.ranks)
 
+    def raise_for_other_states(self, other: "ShardedTable") -> None:
+        """Raise ValueError if a state of the optimizers of both tables has one name and different meanings."""
+        for name in self.states.keys() & other.states.keys():
+            if self.states[name].ndim != other.states[name].ndim:
+                raise ValueError(
+                    f"copy_rows: table {self.table.name!r}: the state {name!r} of {other.rule} does not fit that of {self.rule}"
+                )
+
     @torch.no_grad()
     def copy_rows(self, other: "ShardedTable") -> None:
         """Copy the rows of a table with as many or fewer, and the state of its optimizer, if both have one. All ranks call."""
+        self.raise_for_other_states(other)
         box = self.box
         end = max(box.row, min(box.row_end, other.table.rows))
         given = other._entries()
@@ -200,6 +209,7 @@ class ShardedTable(nn.Module):
                 own[: end - box.row] = rows[:, box.column : box.column_end] if own.ndim == 2 else rows
 
     def __getstate__(self) -> dict[str, Any]:
+        """A table that is copied without its collection, which would release all caches itself, has all rows in host memory."""
         if self.cache is not None:
             self.cache.release()
         return self.__dict__

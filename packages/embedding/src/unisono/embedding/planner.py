@@ -33,14 +33,8 @@ from unisono.embedding.table import Table
 _FEW = 16  # up to this number, ranks are listed one by one
 _UNLIMITED = 2**62  # more than any rank has
 _NEAR = 1.05  # loads whose ratio is below this count as equal
-_LIMITS = (
-    None,
-    1.5,
-    1.2,
-    1.1,
-    1.0,
-    0.0,
-)  # of a rank's load, as multiples of the mean: a table above is cut; 0 cuts all
+# Limits of a rank's load, as multiples of the mean: a table above is cut; 0 cuts all.
+_LIMITS = (None, 1.5, 1.2, 1.1, 1.0, 0.0)
 _EVENNESS = (1.1, 1.2, 1.5)  # limits of memory, as multiples of the mean, that are taken if they cost almost nothing
 _CACHES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)  # of tables in host memory, as fractions of their rows
 _SMALL = 0.05  # a table below this fraction of the mean load and memory is not cut
@@ -154,7 +148,7 @@ def plan_tables(
             memory is still shared out evenly if that costs next to nothing.
         host_memory_per_rank: If the tables do not fit into `memory_per_rank`, those that are used least for their size stay in
             host memory, of which a rank has these bytes, with caches as large as fit on the device (Layout.in_host_memory).
-            Needs an optimizer. None: no table does.
+            Needs an optimizer whose steps are in the backward (no sparse=True). None: no table does.
         optimizer: The optimizer of all tables, or a dict with one for each; its state takes memory.
         dtype, wire_dtype: Of the weights, and of rows that travel.
         group: With a sample, if the group has `world_size` ranks, more than one: all of them must call with a sample, and get
@@ -175,8 +169,8 @@ def plan_tables(
     if error := rules_error(optimizer, names):
         raise ValueError(f"plan_tables: {error}")
     options = (
-        f"world_size={world_size}, {batch_size=}, {memory_per_rank=}, {host_memory_per_rank=}, {optimizer=}, {dtype=}, "
-        f"{wire_dtype=}"
+        f"world_size={world_size}, {batch_size=}, {memory_per_rank=}, {host_memory_per_rank=}, "
+        f"optimizer={rules_by_table(optimizer, names)}, {dtype=}, {wire_dtype=}"
     )
     demands = None
     if sample is not None:

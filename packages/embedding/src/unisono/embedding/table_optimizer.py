@@ -20,7 +20,8 @@ class TableOptimizer(torch.optim.Optimizer):
     it the backward leaves sparse gradients, and `step()` changes the rows that were looked up since `zero_grad()`, each once:
     several backwards make one step (gradient accumulation), and what torch's optimizers allow between backward and step works:
     `unisono.embedding.clip_grad_norm_`, `unisono.embedding.GradScaler`. That takes more time and memory, since the gradients of
-    these rows are stored. For one backward and one look-up both ways do the same, bit for bit.
+    these rows are stored. For one backward and one look-up both ways do the same, bit for bit;
+    but 16-bit tables on a GPU only up to one rounding, since their gradients are stored with 16 bits.
 
     `param_groups`: one for each different rule, with "lr" and "weight_decay", which torch's schedulers change, and "tables".
 

@@ -147,6 +147,13 @@ class EngineModule(nn.Module):
         self.engine.storage.release()
         return self.__dict__
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Let the states be views of the storage again: pickle keeps no views. The next look-up does so with parameters."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        storage: Any = getattr(self.engine, "storage", None)
+        if hasattr(storage, "modules"):  # not yet, if a pickle of one table begins with its optimizer
+            storage.attach_states()
+
 
 class Prefetcher:
     """Runs the start of the next look-up in a thread, over a process group of its own. It holds at most one batch.

@@ -183,7 +183,8 @@ def _hand_over(
 def apply_gradients(storage: ShardStorage) -> None:
     """Make a step of each table's rule with the sparse gradient of its parameter, if it has one. All ranks call.
 
-    For the gradients of one backward this does what a RuleUpdate in that backward would have done, bit for bit.
+    For the gradients of one backward this does what a RuleUpdate in that backward would have done, bit for bit; of 16-bit
+    tables on a GPU only up to the rounding of the gradients, whose sums Triton keeps in float32 there.
     """
     storage.follow_parameters()
     grads = {k: weight.grad.detach() for k, weight in enumerate(storage.parameters()) if weight.grad is not None}
@@ -205,7 +206,9 @@ def apply_gradients(storage: ShardStorage) -> None:
         else:
             blocks = [parts] if parts else []
         for block in blocks:
-            _hand_over(update, group, shard, _join_gradients(block, storage.options), storage.ranks)
+            gradients = _join_gradients(block, storage.options)
+            gradients.copied = group.is_replicated and storage.ranks.size > 1
+            _hand_over(update, group, shard, gradients, storage.ranks)
 
 
 def _join_gradients(parts: Sequence[tuple[int, Tensor]], options: LookupOptions) -> RowGradients:

@@ -61,14 +61,18 @@ class RowCache:
         self.hits = self.misses = self.evictions = 0
         self._clock = 0  # counts fetches
         self._buffers = {name: x.new_empty((slots, *x.shape[1:]), device=device) for name, x in self.store.items()}
+        # The last row number and the first time stand for what is not there.
+        self._slot_of = torch.empty(self.row_count + 1, dtype=torch.int32, device=device)
+        self._row_of = torch.empty(slots, dtype=torch.int64, device=device)
+        self._last_used = torch.empty(slots + 1, dtype=torch.int64, device=device)  # of slot i at i + 1
         self._clear()
 
     def _clear(self) -> None:
-        """Start with an empty cache. The last row number and the first time stand for what is not there."""
+        """Start with an empty cache, in place: in inference mode, new tensors could not be used in training."""
         self.filled = 0
-        self._slot_of = torch.full((self.row_count + 1,), _EMPTY, dtype=torch.int32, device=self.device)
-        self._row_of = torch.full((self.slots,), self.row_count, dtype=torch.int64, device=self.device)
-        self._last_used = torch.zeros(self.slots + 1, dtype=torch.int64, device=self.device)  # of slot i at i + 1
+        self._slot_of.fill_(_EMPTY)
+        self._row_of.fill_(self.row_count)
+        self._last_used.zero_()
 
     @property
     def weight(self) -> Tensor:
@@ -77,6 +81,11 @@ class RowCache:
     @property
     def state(self) -> dict[str, Tensor]:
         return {name: x for name, x in self._buffers.items() if name != "weight"}
+
+    def follow(self, old: "RowCache") -> None:
+        """Take the place of another cache: what was fetched into that one is not here."""
+        self.generation = old.generation + 1
+        self.hits, self.misses, self.evictions = old.hits, old.misses, old.evictions
 
     def stats(self) -> CacheStats:
         return CacheStats(self.slots, self.filled, self.hits, self.misses, self.evictions)
@@ -168,10 +177,6 @@ class RowCache:
         self._last_used.index_fill_(0, slots + 1, 0)
         self.filled -= slots.numel()
         self.generation += 1
-
-    def __getstate__(self) -> dict[str, object]:
-        self.release()  # a copy has all rows in its store
-        return self.__dict__
 
 
 def _to_host(x: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class LookupOptions:
     stochastic_rounding: bool = False
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")  # noqa: RUF009
+    problem: str = ""  # what is wrong with other arguments, so that all ranks raise
 
 
 @dataclass
@@ -137,7 +138,7 @@ class ShardStorage:
         """Return the layouts with ranks, once all ranks make the same tables and none has a bad argument."""
         options = self.options
         assigned = list(layouts)
-        error = ""
+        error = options.problem
         if options.grad_reduce not in ("mean", "sum"):
             error = f"grad_reduce={options.grad_reduce!r} is neither 'mean' nor 'sum'"
         if options.wire_dtype not in (None, torch.bfloat16, torch.float16):
@@ -179,7 +180,7 @@ class ShardStorage:
         made, problem = [], ""
         try:
             made = [self._make_shard(group) for group in self.groups]
-        except OSError as error:
+        except (OSError, MemoryError, RuntimeError) as error:  # torch's allocator raises RuntimeError
             problem = f"no rows in host memory: {error}"
         function, rule = self.options.function, "All ranks need room for their rows."
         validate_across_ranks(
@@ -209,14 +210,16 @@ class ShardStorage:
         """Make room for rows in host memory, without values, and a cache on the device."""
         host_memory = group.key.host_memory
         assert host_memory is not None
+        memories = (self.layouts[number].host_memory for number in group.tables)
+        directory = next((x.directory for x in memories if x is not None and x.directory is not None), None)
         probe = torch.empty(shape, dtype=self.options.dtype, device="meta")
         shapes = {"weight": probe, **(self.rules[group.key.rule].states(probe) if self.rules else {})}
         if self.options.device.type == "meta":
             store = shapes
-        elif host_memory.directory is None:
+        elif directory is None:
             store = {name: _empty_rows(x.shape, dtype=x.dtype, device=_CPU) for name, x in shapes.items()}
         else:
-            store = {name: map_rows(x.shape, x.dtype, host_memory.directory) for name, x in shapes.items()}
+            store = {name: map_rows(x.shape, x.dtype, directory) for name, x in shapes.items()}
         slots = sum(host_memory.slots(part.box.shape[0]) for part in group.shards[shard])
         return RowCache(store, slots, self.options.device)
 
@@ -243,6 +246,8 @@ class ShardStorage:
     def describe_kernels(self) -> str:
         """Which kernels make the steps of the optimizer."""
         dtype, device = self.options.dtype, self.options.device
+        if self.options.stochastic_rounding and dtype.itemsize == 2:
+            return "torch: stochastic_rounding=True"
         if device.type != "cpu":
             problem = why_not_triton(device, dtype)
             return f"torch: {problem}" if problem else "triton"
@@ -281,6 +286,11 @@ class ShardStorage:
             module.attach(weight, states | self._counters(number), *caches.get(number, ()))
             module.rule = self.rules[self.rule_numbers[number]] if self.rules else None
 
+    def attach_states(self) -> None:
+        """Let the modules' optimizer states be views of the shards again. Unlike `attach`, this makes no process groups."""
+        for shard, part in self._table_shards():
+            self.modules[part.table].states.update((name, x) for name, x in shard.view(part).items() if name != "weight")
+
     def _counters(self, table: int) -> dict[str, Tensor]:
         """The part of a table's state that has one number for the whole table."""
         counters = {"step": self.steps[table]} if self.counts_steps(table) else {}
@@ -289,8 +299,12 @@ class ShardStorage:
     def convert(self, change: Callable[[Tensor], Tensor]) -> None:
         """Implement Module.to and similar calls: move whole group shards, then parameters and their gradients."""
         probe = change(torch.empty(0, dtype=self.options.dtype, device=self.options.device))
-        moved = [None if shard is None else change(shard.weight) for shard in self.shards]
-        unmoved = all(shard is None or shard.weight is weight for shard, weight in zip(self.shards, moved, strict=True))
+        # A cache is made anew.
+        moved = [None if shard is None or shard.cache is not None else change(shard.weight) for shard in self.shards]
+        unmoved = all(
+            shard is None or shard.cache is not None or shard.weight is weight
+            for shard, weight in zip(self.shards, moved, strict=True)
+        )
         if unmoved and (probe.dtype, probe.device) == (self.options.dtype, self.options.device):
             return
         grads = [_local_part(module.weight.grad) for module in self.modules]
@@ -309,11 +323,15 @@ class ShardStorage:
     def _convert_cache(self, shard: GroupShard, old: RowCache) -> None:
         """Make the cache anew on the device, and the store if its dtype changes; the rows stay in host memory."""
         old.release()
-        shape = old.store["weight"].shape
-        new = self._make_cache(shard.group, shard.number, (shape[0], shape[1]))
-        for name, x in old.store.items():
-            if not (x.is_meta or new.store[name].is_meta):
-                new.store[name].copy_(x)
+        weight = old.store["weight"]
+        if weight.is_meta or self.options.device.type == "meta" or weight.dtype != self.options.dtype:
+            new = self._make_cache(shard.group, shard.number, (weight.shape[0], weight.shape[1]))
+            for name, x in old.store.items():
+                if not (x.is_meta or new.store[name].is_meta):
+                    new.store[name].copy_(x)
+        else:
+            new = RowCache(old.store, old.slots, self.options.device)
+        new.follow(old)
         shard.weight, shard.state, shard.cache = new.weight, new.state, new
 
     def release(self) -> None:

@@ -51,7 +51,7 @@ class HostMemory:
     """What Layout.in_host_memory says."""
 
     cache: float = 0.1
-    directory: str | None = field(default=None, repr=False)  # ranks may have different ones
+    directory: str | None = field(default=None, repr=False, compare=False)  # ranks may have different ones, with equal groups
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.cache, int | float) and not isinstance(self.cache, bool)
@@ -119,13 +119,14 @@ class Layout(ABC):
         """Keep the rows and the optimizer's state in host memory, and only the rows that are used most often on the device.
 
         Results do not change. A step copies the rows that it needs and that are not in the cache to the device, and those that
-        were not used for the longest time back. Training needs a fused optimizer.
+        were not used for the longest time back. Training needs `optimizer=` without `sparse=True`.
 
         Args:
             cache: How many rows each rank has on the device: a number (100_000), or a fraction of its rows (0.1). One that is
                 too small for a look-up grows.
             directory: The rows lie in a memory-mapped file in this directory, which vanishes with the process, so that they
-                need not fit into the host's memory. It may be another one on each rank.
+                need not fit into the host's memory. It may be another one on each rank. Tables of one table group lie in one
+                file, in the directory of the first of them that has one.
 
         Example:
             >>> str(Layout.row().in_host_memory(cache=0.05))
